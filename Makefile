@@ -1,0 +1,51 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints-dev.txt
+PINS := pyproject.toml constraints-dev.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-gpu lint docs bench clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: $(VENV)/.demo ## Train on digits with wrong labels and show the samples behind the mistakes
+	$(BIN)/python examples/mislabel_digits.py
+
+test: $(VENV)/.dev ## Run the tests, without the slow ones
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.dev ## Run the slow tests
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/.dev ## Check style, types, import contracts and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
+
+docs: $(VENV)/.dev ## Build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.demo ## Time the pass over the head layer
+	$(BIN)/python benchmarks/head_pass.py
+
+clean: ## Remove the environment, caches and built files
+	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache lightning_logs
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Two stamps, so that the demo does not wait for the development tools.
+$(VENV)/.demo: $(PINS) | $(BIN)/python
+	$(INSTALL) -e ".[examples]"
+	touch $@
+
+$(VENV)/.dev: $(PINS) | $(BIN)/python
+	$(INSTALL) -e ".[dev]"
+	touch $(VENV)/.demo $@

@@ -1,0 +1,31 @@
+"""Why the model is wrong and which training labels are wrong, while you train: one callback for PyTorch Lightning."""
+
+from lightning_gradsim.adapter import Adapter, Step
+from lightning_gradsim.callback import GradSimCallback
+from lightning_gradsim.errors import GradSimError, GradSimWarning
+from lightning_gradsim.factors import OuterFactors, dot, squared_norms
+from lightning_gradsim.report import InfluentialSample, QueryReport, Report, Suspect, SuspectTable
+from lightning_gradsim.rules import register_rule
+from lightning_gradsim.wrapper import PerSampleGradients
+
+__all__ = [  # noqa: RUF022 -- grouped for readers
+    # The callback and what it returns
+    "GradSimCallback",
+    "InfluentialSample",
+    "QueryReport",
+    "Report",
+    "Suspect",
+    "SuspectTable",
+    # Other forms of batches
+    "Adapter",
+    "Step",
+    # Per-sample gradients
+    "OuterFactors",
+    "PerSampleGradients",
+    "dot",
+    "register_rule",
+    "squared_norms",
+    # Errors and warnings
+    "GradSimError",
+    "GradSimWarning",
+]

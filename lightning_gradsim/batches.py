@@ -1,0 +1,125 @@
+"""Nested batches: single samples cut out of them, and samples put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gradsim.errors import BatchFormatError
+
+
+def take_sample(batch: Any, index: int, batch_size: int) -> Any:
+    """One sample of a batch, as a batch of one on the CPU that shares no memory with it.
+
+    Args:
+        batch: Tensors, numbers and strings in mappings, lists and tuples.
+        index: Which sample.
+        batch_size: Number of samples: the length of every tensor and list along the first dimension. Single values
+            (numbers, strings, 0-d tensors) are common to all samples and kept.
+
+    Returns:
+        The same nesting, with a first dimension of 1.
+
+    Raises:
+        BatchFormatError: If the batch holds something that cannot be cut.
+    """
+
+    def check_length(what: str, length: int) -> None:
+        if length != batch_size:
+            raise BatchFormatError(
+                f"A batch of {batch_size} samples holds {what} of length {length} along the first dimension, which "
+                "cannot be cut into samples. Leave it out of the batch, or override `Adapter.take_sample`."
+            )
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.ndim:
+            check_length("a tensor", leaf.shape[0])
+            leaf = leaf[index : index + 1]
+        return leaf.detach().cpu().clone()
+
+    def cut_list(items: Sequence[Any]) -> Sequence[Any]:
+        check_length("a list", len(items))
+        return items[index : index + 1]
+
+    return _map(batch, cut, cut_list)
+
+
+def copy_batch(batch: Any) -> Any:
+    """A batch with copies of its tensors, which autograd can use even if they came out of inference mode."""
+    return _map(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, lambda items: items)
+
+
+def join_samples(samples: Sequence[Any]) -> list[tuple[list[int], Any]]:
+    """Batches of one put together into as few batches as their shapes allow, without padding.
+
+    Args:
+        samples: Results of ``take_sample``.
+
+    Returns:
+        Pairs of the positions in ``samples`` and the batch that holds them, in that order.
+    """
+    groups: dict[Any, list[int]] = {}
+    for position, sample in enumerate(samples):
+        groups.setdefault(_signature(sample), []).append(position)
+    return [(positions, _join([samples[position] for position in positions])) for positions in groups.values()]
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """All tensors of a nested batch, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors_of(value)
+
+
+def _map(batch: Any, leaf: Callable[[Any], Any], leaves: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+    if isinstance(batch, Tensor) or batch is None or isinstance(batch, (str, bytes, bool, int, float)):
+        return leaf(batch)
+    if isinstance(batch, Mapping):
+        return {key: _map(value, leaf, leaves) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        if _is_plain(batch):
+            return type(batch)(leaves(batch))
+        items = [_map(item, leaf, leaves) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    raise BatchFormatError(
+        f"A batch holds a `{type(batch).__name__}`, which cannot be cut into samples. Expected tensors, numbers and "
+        "strings in mappings, lists and tuples. Return those from the dataset's `collate_fn`."
+    )
+
+
+def _is_plain(items: Sequence[Any]) -> bool:
+    return len(items) > 0 and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in items)
+
+
+def _signature(sample: Any) -> Any:
+    if isinstance(sample, Tensor):
+        return (tuple(sample.shape), sample.dtype) if sample.ndim else sample.item()
+    if isinstance(sample, Mapping):
+        return tuple((key, _signature(value)) for key, value in sample.items())
+    if isinstance(sample, (list, tuple)):
+        return type(sample), None if _is_plain(sample) else tuple(_signature(value) for value in sample)
+    return sample
+
+
+def _join(samples: Sequence[Any]) -> Any:
+    first = samples[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(samples)) if first.ndim else first
+    if isinstance(first, Mapping):
+        return {key: _join([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, (list, tuple)):
+        if _is_plain(first):
+            return type(first)(item for sample in samples for item in sample)
+        items = [_join(list(column)) for column in zip(*samples, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return first

@@ -1,0 +1,374 @@
+"""The callback: when to look, what to keep, what to do when something fails."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_gradsim import lightning_bridge as bridge
+from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.batches import copy_batch
+from lightning_gradsim.clock import Clock
+from lightning_gradsim.engine import EngineSettings
+from lightning_gradsim.errors import GradSimWarning
+from lightning_gradsim.explanation import Reference, collect_pictures, compute_report, make_reference
+from lightning_gradsim.guard import evaluating
+from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
+from lightning_gradsim.loss_check import LossCheck
+from lightning_gradsim.losses import LossFunction
+from lightning_gradsim.queries import QUERY_POLICIES, QueryPolicy, QuerySelection
+from lightning_gradsim.report import Report
+from lightning_gradsim.rules import find_rule
+from lightning_gradsim.scores import SIMILARITIES, Similarity
+from lightning_gradsim.sinks import append_text, save_png_atomically, write_report_files, write_tensorboard
+from lightning_gradsim.train_pass import is_in_order, make_reader, sample_ids
+from lightning_gradsim.views import mistake_panel
+
+STATE_VERSION = 1
+MAX_FAILURES = 3
+
+
+class GradSimCallback(Callback):
+    """Explains misclassified validation samples by the training samples whose gradients push into the mistake.
+
+    At the last validation of every ``every_n_epochs``-th epoch, and in ``trainer.validate``, misclassified validation
+    samples become queries. One pass over the training samples compares per-sample gradients of the chosen layers,
+    exactly. The result is ``report``, files in ``<log dir>/<name>/`` (``report.json``, ``suspects.csv``,
+    ``influences.csv``, ``mistakes.png``) and, with a ``TensorBoardLogger``, under ``<name>/``: the image ``mistakes``,
+    the text ``suspects``, and the scalars ``errors`` (count), ``suspects_flagged`` (count), ``overhead_seconds`` (s),
+    ``overhead_share`` (time taken so far over the time of the run without it).
+
+    The training run is left as it was, bit for bit: see ``docs/design.md``.
+
+    Args:
+        layers: ``"last"`` (the last layer called that has trainable parameters), ``"all"``, a name, a glob, a layer
+            type, several of these, or a predicate of (name, layer).
+        similarity: Similarity of harmful samples and teachers: ``"dot"``, ``"cosine"`` or ``"asymmetric"``.
+        num_queries: How many misclassified validation samples are studied at most.
+        top_k: Length of the lists of each query.
+        every_n_epochs: Look at the last validation of every n-th epoch.
+        loss_fn: A criterion, or a function of (outputs, targets) that gives one loss a sample. By default the module's
+            one criterion attribute, else cross-entropy for integer targets.
+        adapter: Reads batches of an unusual form; by default pairs and mappings are read.
+        train_data: The training samples to compare with: a map-style dataset or a ``DataLoader`` over one, for instance
+            without augmentation. By default the trainer's own.
+        max_train_samples: Compare with a seeded choice of at most that many, every class keeping its share.
+        query_policy: ``"highest_loss"``, balanced over classes, or ``"random"``.
+        class_names: Names of the classes; by default the ``classes`` of the training dataset, if it has any.
+        mean: Mean of the images' normalisation, a value a channel, undone on panels.
+        std: Standard deviation of the images' normalisation, undone on panels.
+        show_teachers: Whether panels show who taught the wrong prediction, too.
+        seed: Seed of random choices; they touch no global generator.
+        name: Folder, tag prefix and state key.
+        on_error: ``"warn"``: what fails inside is reported, training goes on, and after three failures in a row the
+            callback stops. ``"raise"``: the exception arrives. Wrong arguments always raise; so does ``fast_dev_run``.
+
+    Attributes:
+        report: The latest report, or ``None`` before the first.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument is out of range.
+
+    Example::
+
+        gradsim = GradSimCallback()
+        Trainer(callbacks=[gradsim]).fit(model, train_loader, val_loader)
+        gradsim.report.suspects[:20]
+    """
+
+    def __init__(
+        self,
+        layers: LayerSpec = "last",
+        similarity: Similarity = "dot",
+        num_queries: int = 32,
+        top_k: int = 8,
+        every_n_epochs: int = 1,
+        loss_fn: nn.Module | LossFunction | None = None,
+        adapter: Adapter | None = None,
+        train_data: Any = None,
+        max_train_samples: int | None = None,
+        query_policy: QueryPolicy = "highest_loss",
+        class_names: Sequence[str] | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        show_teachers: bool = False,
+        seed: int = 0,
+        name: str = "gradsim",
+        on_error: Literal["warn", "raise"] = "warn",
+    ) -> None:
+        super().__init__()
+        check_layer_spec(layers)
+        _check_choice("similarity", similarity, SIMILARITIES)
+        _check_choice("query_policy", query_policy, QUERY_POLICIES)
+        _check_choice("on_error", on_error, ("warn", "raise"))
+        for argument, value in {
+            "num_queries": num_queries,
+            "top_k": top_k,
+            "every_n_epochs": every_n_epochs,
+            "max_train_samples": max_train_samples,
+        }.items():
+            _check_count(argument, value, optional=argument == "max_train_samples")
+        if not name or "/" in name:
+            raise ValueError(f"`name={name!r}` cannot name a folder. Expected a non-empty string without slashes.")
+        if (mean is None) != (std is None):
+            raise ValueError("`mean` and `std` undo a normalisation together. Pass both or neither.")
+        if adapter is not None and not isinstance(adapter, Adapter):
+            raise TypeError(f"`adapter` is a {type(adapter).__name__}. Expected an instance of an `Adapter` subclass.")
+        self.settings = EngineSettings(layers, similarity, top_k)
+        self.num_queries, self.every_n_epochs, self.query_policy = num_queries, every_n_epochs, query_policy
+        self.loss_fn, self.adapter, self.train_data = loss_fn, adapter or Adapter(), train_data
+        self.max_train_samples, self.seed = max_train_samples, seed
+        self.class_names, self.mean, self.std, self.show_teachers = class_names, mean, std, show_teachers
+        self.name, self.on_error = name, on_error
+        self.report: Report | None = None
+        self._clock, self._loss_check = Clock(), LossCheck()
+        self._selection: QuerySelection | None = None
+        self._source: Any = None
+        self._reference: Reference | None = None
+        self._loaders: list[Any] = []
+        self._ids: dict[int, Tensor | None] = {}
+        self._num_seen: dict[int, int] = {}
+        self._batch_idx = -1
+        self._failures = 0
+        self._said: set[str] = set()
+
+    @staticmethod
+    def available_layers(module: nn.Module) -> list[str]:
+        """Names of all layers with trainable parameters, in the order of registration.
+
+        Args:
+            module: The user's module.
+
+        Returns:
+            The names.
+        """
+        return list(trainable_layers(module))
+
+    @property
+    def state_key(self) -> str:
+        """Key of the state in checkpoints: two callbacks need two names."""
+        return self._generate_state_key(name=self.name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {"version": STATE_VERSION, "seconds": self._clock.seconds, "failures": self._failures}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what an earlier run saved; missing entries keep their values."""
+        self._clock.seconds = float(state_dict.get("seconds", 0.0))
+        self._failures = int(state_dict.get("failures", 0))
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies that are not supported."""
+        bridge.check_strategy(trainer, type(self).__name__)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check what depends on the module."""
+        self._check_module(pl_module)
+        self._loss_check = LossCheck()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check what depends on the training data, before any time is spent on it."""
+        self._clock.start_run()
+        self._set_source(trainer.train_dataloader)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Remember the place in the epoch; on the first steps, watch the outputs for the loss check."""
+        self._batch_idx = batch_idx
+        if self._loss_check.is_open and self._is_active and not hasattr(pl_module, "gradsim_step"):
+            self._loss_check.begin_step(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """On the first steps, compare the loss with ours."""
+        if not self._loss_check.is_watching:
+            return
+        with self._protected(trainer, "the loss check"):
+            returned = bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches)
+            self._loss_check.end_step(self.adapter, batch, returned)
+        self._loss_check.remove()
+        if self._loss_check.difference is not None:
+            self._warn_once(self._loss_check.difference)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to collect queries, if this validation is one to look at."""
+        self._selection = None
+        if not self._is_due(trainer):
+            return
+        if trainer.state.fn == "validate":
+            self._check_module(pl_module)
+        else:
+            self._set_source(trainer.train_dataloader)
+        if self._source is None:
+            self._set_source(None)
+        if self._source is None:
+            self._warn_once(
+                "there is no training data to compare with in `trainer.validate`. Pass `train_data=`, or validate "
+                "after `fit` with the same callback"
+            )
+            return
+        self._clock.start_validation()
+        self._loaders = bridge.flatten_loaders(trainer.val_dataloaders)
+        self._ids = {i: sample_ids(each.dataset) if is_in_order(each) else None for i, each in enumerate(self._loaders)}
+        self._num_seen = dict.fromkeys(self._ids, 0)
+        self._selection = QuerySelection(self.num_queries, self.query_policy, self.seed)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep copies of misclassified samples."""
+        selection, self._selection = self._selection, None
+        if selection is None:
+            return
+        with self._protected(trainer, "the choice of queries"):
+            with evaluating(pl_module), bridge.forward_context(trainer)():
+                batch = copy_batch(batch)  # in `trainer.validate` it is made of inference tensors
+                step = self.adapter.step(pl_module, batch)
+            start = self._num_seen[dataloader_idx]
+            self._num_seen[dataloader_idx] = start + len(step.losses)
+            ids = self._ids[dataloader_idx]
+            ids = None if ids is None else ids[start : start + len(step.losses)]
+            selection.update(self.adapter, batch, step, ids, dataloader_idx)
+            self._selection = selection
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Score, draw, write."""
+        selection, self._selection = self._selection, None
+        if selection is None:
+            return
+        with self._protected(trainer, "the report"):
+            run = bridge.run_context(trainer, pl_module)
+            if self._reference is None:
+                self._reference = make_reference(self._source, self.adapter, self.max_train_samples, self.seed)
+            report = compute_report(pl_module, self.adapter, selection, self._reference, self.settings, run)
+            own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
+            self.report = report = replace(
+                report,
+                epoch=trainer.current_epoch,
+                step=trainer.global_step,
+                class_names=tuple(self.class_names) if self.class_names is not None else report.class_names,
+                notes=(*report.notes, *own_notes),
+                seconds=self._clock.validation_seconds,
+                time_share=self._clock.share(),
+            )
+            self._failures = 0
+            self._publish(trainer, report, selection)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind."""
+        self._clear()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind."""
+        self._clear()
+
+    @property
+    def _is_active(self) -> bool:
+        return self._failures < MAX_FAILURES
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        if trainer.sanity_checking or not self._is_active:
+            return False
+        if trainer.state.fn != "fit":
+            return True
+        is_epoch = (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        return is_epoch and bridge.is_last_validation_of_epoch(trainer, self._batch_idx)
+
+    def _check_module(self, module: LightningModule) -> None:
+        for name in select_layers(module, self.settings.layers):
+            find_rule(name or type(module).__name__, module.get_submodule(name))
+        self.adapter.bind(module, self.loss_fn)
+
+    def _set_source(self, source: Any) -> None:
+        source = source if self.train_data is None else self.train_data
+        if source is not None and source is not self._source:
+            make_reader(source)  # raises now for data that could not be read after a whole epoch
+            self._source, self._reference = source, None
+
+    def _publish(self, trainer: Trainer, report: Report, selection: QuerySelection) -> None:
+        assert self._reference is not None
+        readers = {i: make_reader(each) for i, each in enumerate(self._loaders) if self._ids[i] is not None}
+        query_images, train_images = collect_pictures(report, selection.queries, self._reference, readers)
+        panel = mistake_panel(
+            report, query_images, train_images, show_teachers=self.show_teachers, mean=self.mean, std=self.std
+        )
+        directory = bridge.output_directory(trainer, self.name)
+        if bridge.is_trial_run(trainer):
+            return
+        seconds, share = self._clock.validation_seconds, self._clock.share()
+        self.report = report = replace(report, seconds=seconds, time_share=share)
+        write_report_files(report, directory)
+        save_png_atomically(panel, directory / "mistakes.png")
+        writers = bridge.tensorboard_writers(trainer)
+        if not writers:
+            self._warn_once(f"no logger takes pictures: the report is in `{directory}` and in `callback.report`")
+        for writer in writers:
+            write_tensorboard(writer, report, panel, self.name)
+
+    @contextmanager
+    def _protected(self, trainer: Trainer, what: str) -> Iterator[None]:
+        """Keep the run as it is, random numbers included, and turn failures into warnings if they shall not raise."""
+        try:
+            with self._clock.working(), bridge.isolated_rng():
+                yield
+        except Exception as error:
+            if self.on_error == "raise" or bridge.is_trial_run(trainer):
+                raise
+            self._failures += 1
+            self._report_failure(trainer, what, error)
+
+    def _report_failure(self, trainer: Trainer, what: str, error: Exception) -> None:
+        path = bridge.output_directory(trainer, self.name) / "errors.log"
+        try:
+            append_text(path, f"epoch {trainer.current_epoch}, {what}:\n{''.join(traceback.format_exception(error))}\n")
+            where = f"The traceback is in `{path}`"
+        except OSError as failure:
+            where = f"The traceback could not be written to `{path}` ({failure})"
+        consequence = "Training goes on; this validation is not scored."
+        if not self._is_active:
+            consequence = f"Training goes on; after {MAX_FAILURES} failures in a row the callback stops."
+        warnings.warn(
+            f"`{type(self).__name__}` failed in {what}: {type(error).__name__}: {error} {where}. {consequence}",
+            GradSimWarning,
+            stacklevel=2,
+        )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(f"`{type(self).__name__}`: {message}.", GradSimWarning, stacklevel=2)
+
+    def _clear(self) -> None:
+        self._selection = None
+        self._loaders = []
+        self._loss_check.remove()
+        self._clock.end_run()
+
+
+def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{argument}={value!r}` is not known. Expected one of {', '.join(map(repr, choices))}.")
+
+
+def _check_count(argument: str, value: object, *, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. Expected a whole number of at least 1.")
+    if value < 1:
+        raise ValueError(f"`{argument}={value}` is too small. Expected a whole number of at least 1.")

@@ -1,0 +1,243 @@
+"""One pass over the training samples: similarities with every query, the best of each list, per-sample statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gradsim.adapter import Adapter, Step
+from lightning_gradsim.errors import LabelRangeError, NonFiniteError
+from lightning_gradsim.factors import OuterFactors, concatenate_samples, dot, squared_norms
+from lightning_gradsim.guard import evaluating
+from lightning_gradsim.layer_selection import LayerSpec
+from lightning_gradsim.report import InfluentialSample, QueryReport, SuspectTable, to_label
+from lightning_gradsim.sample_statistics import SampleStatistics, labels_of
+from lightning_gradsim.scores import Similarity, compute_similarity
+from lightning_gradsim.tasks import Task
+from lightning_gradsim.topk import TopK
+from lightning_gradsim.wrapper import PerSampleGradients
+
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What is computed.
+
+    Attributes:
+        layers: The choice of layers.
+        similarity: Similarity of harmful samples and teachers.
+        top_k: Length of each list.
+    """
+
+    layers: LayerSpec = "last"
+    similarity: Similarity = "dot"
+    top_k: int = 8
+
+
+@dataclass(frozen=True, eq=False)
+class QueryBatch:
+    """Queries that share a batch.
+
+    Attributes:
+        positions: Which queries these are, in the order of the batch.
+        batch: The batch, on the module's device.
+    """
+
+    positions: Sequence[int]
+    batch: Any
+
+
+@dataclass(frozen=True, eq=False)
+class PassResult:
+    """What a pass found.
+
+    Attributes:
+        layers: Names of the layers.
+        queries: By position, the queries that are still wrong, with their lists; those that are right by now are
+        absent. suspects: All training samples by self-influence.
+        has_teachers: Whether predictions have a loss, so that teachers could be found.
+        num_samples: Training samples scored.
+    """
+
+    layers: tuple[str, ...]
+    queries: Mapping[int, QueryReport]
+    suspects: SuspectTable
+    has_teachers: bool
+    num_samples: int
+
+
+@dataclass(frozen=True, eq=False)
+class _QuerySide:
+    """All that does not depend on training samples; one row for each of the ``M`` queries that are still wrong."""
+
+    positions: list[int]
+    reports: list[QueryReport]  # without lists
+    factors: Mapping[str, OuterFactors]  # M true-label gradients, then M predicted-label gradients if there are any
+    squared_norms: Tensor  # [M] or [2 M]
+    has_teachers: bool
+
+
+def run_pass(
+    module: nn.Module,
+    adapter: Adapter,
+    query_batches: Sequence[QueryBatch],
+    train_batches: Iterable[tuple[Tensor, Any]],
+    settings: EngineSettings,
+    forward_context: ForwardContext = nullcontext,
+) -> PassResult:
+    """Score every training sample against every query, exactly.
+
+    Args:
+        module: The user's module; it is left as found.
+        adapter: Reads batches; bound to the module.
+        query_batches: The queries, on the module's device.
+        train_batches: Sample ids ``[B]`` and batch, on the module's device, each id once.
+        settings: Layers, similarity, length of the lists.
+        forward_context: The precision context of the run.
+
+    Returns:
+        Lists of each query and statistics of each training sample. Memory beyond the batches at hand does not grow with
+        the number of training samples, apart from 23 bytes a sample of statistics.
+
+    Raises:
+        NonFiniteError: If a loss or gradient is not finite; the samples are named.
+        LabelRangeError: If a label lies outside the classes; the samples are named.
+        GradSimError: If the gradients of the chosen layers cannot be exact.
+    """
+    statistics, top, num_samples = SampleStatistics(), TopK(settings.top_k), 0
+    with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
+        queries = _prepare_queries(module, adapter, query_batches, gradients, forward_context)
+        for ids, batch in train_batches:
+            try:
+                with gradients.recording(), forward_context():
+                    step = adapter.step(module, batch)
+            except LabelRangeError as error:
+                raise LabelRangeError(f"In the batch of training samples {ids.tolist()}: {error}") from error
+            train = gradients.factors(step.losses)
+            norms = torch.stack([squared_norms(factors) for factors in train.values()]).sum(0)
+            if queries is not None:
+                top.update(_scores(queries, train, norms, settings.similarity), ids.to(norms.device))
+            has_classes = step.task is not Task.REGRESSION
+            statistics.update(ids, norms, step.losses, step.outcome, has_classes=has_classes)
+            num_samples += len(ids)
+        names = gradients.names
+    suspects = statistics.compute()
+    reports = {} if queries is None else dict(_query_reports(queries, top, suspects))
+    return PassResult(names, reports, suspects, queries is not None and queries.has_teachers, num_samples)
+
+
+def _prepare_queries(
+    module: nn.Module,
+    adapter: Adapter,
+    query_batches: Sequence[QueryBatch],
+    gradients: PerSampleGradients,
+    forward_context: ForwardContext,
+) -> _QuerySide | None:
+    positions: list[int] = []
+    reports: list[QueryReport] = []
+    given: list[dict[str, OuterFactors]] = []
+    predicted: list[dict[str, OuterFactors]] = []
+    for part in query_batches:
+        with gradients.recording(), forward_context():
+            step = adapter.step(module, part.batch)
+            relabelled = adapter.relabelled(step)
+        _check_query_losses(step)
+        # Weights may have changed since validation met the sample (EMA): those that are right by now are dropped.
+        rows = step.outcome.wrong.nonzero().flatten()
+        given.append(_rows(gradients.factors(step.losses, retain=relabelled is not None), rows))
+        if relabelled is not None:
+            predicted.append(_rows(gradients.factors(relabelled), rows))
+        positions += [part.positions[row] for row in rows.tolist()]
+        reports += [_without_lists(step, row) for row in rows.tolist()]
+    if not positions:
+        return None
+    has_teachers = len(predicted) == len(given)
+    parts = given + predicted if has_teachers else given
+    factors = {name: concatenate_samples([part[name] for part in parts]) for name in parts[0]}
+    norms = torch.stack([squared_norms(layer_factors) for layer_factors in factors.values()]).sum(0)
+    return _QuerySide(positions, reports, factors, norms, has_teachers)
+
+
+def _scores(queries: _QuerySide, train: Mapping[str, OuterFactors], norms: Tensor, similarity: Similarity) -> Tensor:
+    """Rows to be maximised: harmful, look-alikes, teachers; ``[2 M, B]`` or ``[3 M, B]``."""
+    products = torch.stack([dot(factors, train[name]) for name, factors in queries.factors.items()]).sum(0)
+    num_queries = len(queries.positions)
+    given, given_norms = products[:num_queries], queries.squared_norms[:num_queries]
+    rows = [
+        -compute_similarity(similarity, given, given_norms, norms),
+        compute_similarity("cosine", given, given_norms, norms),
+    ]
+    if queries.has_teachers:
+        predicted_norms = queries.squared_norms[num_queries:]
+        rows.append(compute_similarity(similarity, products[num_queries:], predicted_norms, norms))
+    return torch.cat(rows)
+
+
+def _query_reports(queries: _QuerySide, top: TopK, suspects: SuspectTable) -> Iterator[tuple[int, QueryReport]]:
+    scores, ids = (values.cpu() for values in top.compute())
+    labels = labels_of(suspects, ids.unique().tolist())
+    num_queries = len(queries.positions)
+    for row, (position, report) in enumerate(zip(queries.positions, queries.reports, strict=True)):
+
+        def samples(
+            part: int, sign: int, row: int = row, report: QueryReport = report
+        ) -> tuple[InfluentialSample, ...]:
+            place = part * num_queries + row
+            if place >= len(scores):
+                return ()
+            return tuple(
+                InfluentialSample(sample_id, labels[sample_id], sign * score, labels[sample_id] == report.prediction)
+                for sample_id, score in zip(ids[place].tolist(), scores[place].tolist(), strict=True)
+                if score > 0  # an opponent opposes and a proponent supports, however few samples there are
+            )
+
+        look_alikes = samples(1, +1)
+        yield (
+            position,
+            QueryReport(
+                report.sample_id,
+                report.dataloader_idx,
+                report.label,
+                report.prediction,
+                report.probability,
+                report.loss,
+                harmful=samples(0, -1),
+                look_alikes=look_alikes,
+                teachers=samples(2, +1),
+                label_looks_wrong=_looks_wrong(look_alikes),
+            ),
+        )
+
+
+def _looks_wrong(look_alikes: Sequence[InfluentialSample]) -> bool:
+    return 2 * sum(sample.label_is_prediction for sample in look_alikes) > len(look_alikes)
+
+
+def _without_lists(step: Step, row: int) -> QueryReport:
+    outcome = step.outcome
+    return QueryReport(
+        sample_id=None,
+        dataloader_idx=0,
+        label=to_label(outcome.labels[row]),
+        prediction=to_label(outcome.predictions[row]),
+        probability=None if outcome.probabilities is None else float(outcome.probabilities[row]),
+        loss=float(step.losses[row].detach()),
+    )
+
+
+def _rows(factors: Mapping[str, OuterFactors], rows: Tensor) -> dict[str, OuterFactors]:
+    return {name: layer_factors.samples(rows) for name, layer_factors in factors.items()}
+
+
+def _check_query_losses(step: Step) -> None:
+    if not bool(step.losses.detach().isfinite().all()):
+        raise NonFiniteError(
+            "The loss of a query is not finite under the weights present at scoring. Nothing is scored. Check the loss "
+            "in eval mode."
+        )

@@ -1,0 +1,231 @@
+"""From the queries of one validation to its report and pictures, with the run's own ways handed in as callables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.batches import join_samples, tensors_of
+from lightning_gradsim.engine import EngineSettings, QueryBatch, run_pass
+from lightning_gradsim.queries import Query, QuerySelection
+from lightning_gradsim.report import QueryReport, Report
+from lightning_gradsim.tasks import Task
+from lightning_gradsim.train_pass import (
+    SampleReader,
+    differs_on_second_read,
+    known_labels,
+    make_reader,
+    stratified_indices,
+)
+
+NOISY_VALIDATION = 0.3
+"""Share of queries whose own label looks wrong from which the report warns of a noisy validation set."""
+PANEL_QUERIES = 6
+PANEL_TILES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class RunContext:
+    """How the training run treats batches.
+
+    Attributes:
+        move: From a batch of a loader to the batch that the training step sees.
+        to_device: A batch that was moved before, back on the module's device.
+        forward_context: The precision context.
+        show_progress: Items, their number and a description to the items with a progress bar.
+    """
+
+    move: Callable[[Any], Any]
+    to_device: Callable[[Any], Any]
+    forward_context: Callable[[], AbstractContextManager[Any]]
+    show_progress: Callable[[Iterable[Any], int, str], Iterable[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """The training samples that queries are compared with.
+
+    Attributes:
+        reader: Reads them.
+        words: Which they are.
+        augmented: Whether reading a sample twice gives two different samples.
+        class_names: The ``classes`` of the dataset, if it has any.
+        notes: What limits a report against them.
+    """
+
+    reader: SampleReader
+    words: str
+    augmented: bool
+    class_names: tuple[str, ...] | None
+    notes: tuple[str, ...]
+
+
+def make_reference(source: Any, adapter: Adapter, max_train_samples: int | None, seed: int) -> Reference:
+    """Read what must be known of the training data before a pass.
+
+    Args:
+        source: A map-style dataset, or a ``DataLoader`` over one.
+        adapter: Finds the targets of batches, for a stratified choice.
+        max_train_samples: Compare with at most that many.
+        seed: Seed of the choice.
+
+    Returns:
+        The reference.
+    """
+    reader = make_reader(source)
+    augmented = differs_on_second_read(reader)
+    notes = []
+    if augmented:
+        notes.append(
+            "training samples are augmented at random: what is scored and shown is one view of each; pass "
+            "`train_data=` without augmentation for the samples as they are"
+        )
+    if reader.reads_in_process:
+        notes.append(
+            "the training dataset is read in the training process, since workers would have to be spawned: state "
+            "inside the dataset object may change; give the loader a worker to avoid it"
+        )
+    total = len(reader)
+    words = f"all {total:,} training samples"
+    if max_train_samples is not None and max_train_samples < total:
+        labels = known_labels(reader)
+        if labels is None:
+            labels = _read_labels(reader, adapter)
+        reader = reader.choose(stratified_indices(labels, total, max_train_samples, seed))
+        how = "at random" if labels is None else "by class"
+        words = f"{max_train_samples:,} of {total:,} training samples, chosen {how}"
+    return Reference(reader, words, augmented, _class_names(reader.dataset), tuple(notes))
+
+
+def compute_report(
+    module: nn.Module,
+    adapter: Adapter,
+    selection: QuerySelection,
+    reference: Reference,
+    settings: EngineSettings,
+    run: RunContext,
+) -> Report:
+    """Score the queries of a validation against the reference.
+
+    Args:
+        module: The user's module; it is left as found.
+        adapter: Reads batches; bound to the module.
+        selection: The queries.
+        reference: The training samples.
+        settings: Layers, similarity, length of the lists.
+        run: How the run treats batches.
+
+    Returns:
+        The report, without epoch, step and cost.
+    """
+    query_batches = [
+        QueryBatch(positions, run.to_device(batch))
+        for positions, batch in join_samples([query.data for query in selection.queries])
+    ]
+    reader = reference.reader
+    num_batches = -(-len(reader) // reader.batch_size)
+    train_batches = (
+        (ids, run.move(batch)) for ids, batch in run.show_progress(reader.batches(), num_batches, "gradient similarity")
+    )
+    result = run_pass(module, adapter, query_batches, train_batches, settings, run.forward_context)
+    errors_per_class, num_errors, num_validation_samples = selection.error_counts()
+    queries = tuple(
+        replace(result.queries[position], sample_id=query.sample_id, dataloader_idx=query.dataloader_idx)
+        for position, query in enumerate(selection.queries)
+        if position in result.queries
+    )
+    notes = [*reference.notes, *_notes(selection, queries, has_teachers=result.has_teachers or not queries)]
+    return Report(
+        epoch=0,
+        step=0,
+        layers=result.layers,
+        similarity=settings.similarity,
+        reference=reference.words,
+        num_train_samples=result.num_samples,
+        num_validation_samples=num_validation_samples,
+        num_errors=num_errors,
+        errors_per_class=errors_per_class,
+        num_dropped_queries=len(selection.queries) - len(queries),
+        queries=queries,
+        suspects=result.suspects,
+        class_names=reference.class_names,
+        notes=tuple(notes),
+        augmented=reference.augmented,
+        task=(selection.task or Task.CLASSIFICATION).value,
+    )
+
+
+def collect_pictures(
+    report: Report, kept: Sequence[Query], reference: Reference, validation_readers: Mapping[int, SampleReader]
+) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+    """The inputs that a panel shows, read from the datasets: as they are before any transfer hook.
+
+    Args:
+        report: The report.
+        kept: The queries, for those whose place in the validation dataset is not known.
+        reference: The training samples.
+        validation_readers: Readers of the validation datasets by loader, where the order is known.
+
+    Returns:
+        An image or ``None`` for each query of the report (``None`` beyond those that a panel shows), and images of
+        training samples by id.
+    """
+    shown = report.queries[:PANEL_QUERIES]
+    lists = [samples[:PANEL_TILES] for query in shown for samples in (query.harmful, query.look_alikes, query.teachers)]
+    train_ids = sorted({sample.sample_id for samples in lists for sample in samples})
+    kept_data = {(query.dataloader_idx, query.label, query.loss): query.data for query in kept}
+    images: list[Tensor | None] = []
+    for query in shown:
+        reader = validation_readers.get(query.dataloader_idx)
+        if reader is not None and query.sample_id is not None:
+            images.append(_read_images(reader, [query.sample_id]).get(query.sample_id))
+        else:
+            images.append(_image_of(kept_data.get((query.dataloader_idx, query.label, query.loss))))
+    return images + [None] * (len(report.queries) - len(shown)), _read_images(reference.reader, train_ids)
+
+
+def _notes(selection: QuerySelection, queries: Sequence[QueryReport], *, has_teachers: bool) -> list[str]:
+    notes = []
+    if selection.task is Task.REGRESSION:
+        notes.append("no classes: the queries are the validation samples of highest loss")
+    if any(query.sample_id is None for query in selection.queries):
+        notes.append("a validation loader does not read in the dataset's order: its samples have no id here")
+    if not has_teachers:
+        notes.append("the loss of a predicted label is not known: there are no teachers")
+    doubtful = sum(query.label_looks_wrong for query in queries)
+    if len(queries) > 2 and doubtful > NOISY_VALIDATION * len(queries):
+        notes.append(
+            f"{doubtful} of {len(queries)} queries look wrongly labelled themselves: with a noisy validation set the "
+            "training samples listed as harmful may be right"
+        )
+    return notes
+
+
+def _read_labels(reader: SampleReader, adapter: Adapter) -> Tensor | None:
+    targets = [adapter.split(batch)[1] for _, batch in reader.batches()]
+    labels = torch.cat(targets)
+    return labels if labels.ndim == 1 and not labels.is_floating_point() else None
+
+
+def _class_names(dataset: Any) -> tuple[str, ...] | None:
+    while not hasattr(dataset, "classes") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    names = getattr(dataset, "classes", None)
+    return tuple(str(name) for name in names) if isinstance(names, (list, tuple)) else None
+
+
+def _read_images(reader: SampleReader, sample_ids: Sequence[int]) -> dict[int, Tensor]:
+    if not sample_ids:
+        return {}
+    images = {int(ids[0]): _image_of(batch) for ids, batch in reader.lookup(sample_ids).batches()}
+    return {sample_id: image for sample_id, image in images.items() if image is not None}
+
+
+def _image_of(batch: Any) -> Tensor | None:
+    return next((tensor[0] for tensor in tensors_of(batch) if tensor.ndim in (3, 4)), None)

@@ -1,0 +1,181 @@
+"""Everything that needs Lightning objects, handed down as plain callables and values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from tqdm.auto import tqdm
+
+from lightning_gradsim.explanation import RunContext
+
+T = TypeVar("T")
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Restore the global random states (torch, CUDA, NumPy, python) afterwards, also on an exception.
+
+    Yields:
+        Nothing.
+    """
+    error: BaseException | None = None
+    with isolate_rng(include_cuda=torch.cuda.is_available() and torch.cuda.is_initialized()):
+        try:
+            yield
+        except BaseException as caught:  # Lightning's context manager restores nothing when it is left by one
+            error = caught
+    if error is not None:
+        raise error
+
+
+def check_strategy(trainer: Trainer, callback_name: str) -> None:
+    """Refuse what is not supported: several processes, and modules that are cut into shards.
+
+    Args:
+        trainer: The trainer.
+        callback_name: What to call ourselves in the message.
+
+    Raises:
+        MisconfigurationException: If the trainer uses such a strategy; on every rank alike.
+    """
+    strategy = type(trainer.strategy).__name__
+    if trainer.world_size > 1 or isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)):
+        raise MisconfigurationException(
+            f"`{callback_name}` does not support `{strategy}` with {trainer.world_size} processes. Expected one "
+            "process on one device. Use `Trainer(devices=1)`, or leave the callback out."
+        )
+
+
+def batch_mover(trainer: Trainer, module: LightningModule) -> Callable[[Any], Any]:
+    """What training does with a batch between loader and step: precision, the user's transfer hooks, the device.
+
+    Args:
+        trainer: The trainer.
+        module: The user's module.
+
+    Returns:
+        A function from a batch of a loader to the batch that the step sees.
+    """
+    datamodule = getattr(trainer, "datamodule", None)
+    hook_owner: Any = module
+    if datamodule is not None and is_overridden("on_before_batch_transfer", datamodule):
+        hook_owner = datamodule
+
+    def move(batch: Any) -> Any:
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = hook_owner.on_before_batch_transfer(batch, 0)
+        return trainer.strategy.batch_to_device(batch, module.device, 0)
+
+    return move
+
+
+def forward_context(trainer: Trainer) -> Callable[[], AbstractContextManager[Any]]:
+    """The trainer's precision context."""
+    return trainer.precision_plugin.val_step_context
+
+
+def run_context(trainer: Trainer, module: LightningModule) -> RunContext:
+    """How this run treats batches, as plain callables.
+
+    Args:
+        trainer: The trainer.
+        module: The user's module.
+
+    Returns:
+        The callables.
+    """
+    return RunContext(
+        move=batch_mover(trainer, module),
+        to_device=lambda batch: move_data_to_device(batch, module.device),
+        forward_context=forward_context(trainer),
+        show_progress=lambda items, total, description: show_progress(trainer, items, total, description),
+    )
+
+
+def show_progress(trainer: Trainer, items: Iterable[T], total: int, description: str) -> Iterable[T]:
+    """The items, with a progress bar once they take more than a moment, if the trainer shows bars.
+
+    Args:
+        trainer: The trainer.
+        items: What is iterated.
+        total: How many.
+        description: What is done.
+
+    Returns:
+        The items.
+    """
+    bar = trainer.progress_bar_callback
+    if bar is None or not getattr(bar, "is_enabled", True):
+        return items
+    shown: Iterable[T] = tqdm(items, total=total, desc=description, leave=False, delay=1.0, dynamic_ncols=True)
+    return shown
+
+
+def tensorboard_writers(trainer: Trainer) -> list[Any]:
+    """The summary writer of every TensorBoard logger."""
+    return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def is_trial_run(trainer: Trainer) -> bool:
+    """Whether this is a ``fast_dev_run``: the whole path on a few batches, nothing written, errors raised."""
+    return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def output_directory(trainer: Trainer, name: str) -> Path:
+    """Where files go; asks every rank alike, since ``log_dir`` broadcasts."""
+    return Path(trainer.log_dir or trainer.default_root_dir) / name
+
+
+def is_last_validation_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether no further validation of ``fit`` falls into this epoch.
+
+    Args:
+        trainer: The trainer, in the validation that follows the training batch.
+        batch_idx: Index of that training batch in its epoch.
+
+    Returns:
+        Whether the remaining batches are too few for another validation. Where that cannot be known (validation by
+        time), whether it was the last batch.
+    """
+    remaining = trainer.num_training_batches - (batch_idx + 1)
+    interval = getattr(trainer, "val_check_batch", None)
+    if trainer.is_last_batch or interval is None or math.isinf(remaining) or math.isinf(interval):
+        return bool(trainer.is_last_batch)
+    return bool(remaining < interval)
+
+
+def loss_of_outputs(outputs: Any, accumulate_grad_batches: int) -> torch.Tensor | None:
+    """The loss that ``training_step`` returned, without Lightning's division for accumulation.
+
+    Args:
+        outputs: What ``on_train_batch_end`` gets.
+        accumulate_grad_batches: The trainer's factor.
+
+    Returns:
+        The loss, or ``None`` if there is none (manual optimisation).
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss * accumulate_grad_batches if isinstance(loss, torch.Tensor) else None
+
+
+def flatten_loaders(loaders: Any) -> list[Any]:
+    """All loaders of a nested collection, in Lightning's order."""
+    if hasattr(loaders, "flattened"):
+        return list(loaders.flattened)
+    if isinstance(loaders, Mapping):
+        return [loader for part in loaders.values() for loader in flatten_loaders(part)]
+    if isinstance(loaders, (list, tuple)):
+        return [loader for part in loaders for loader in flatten_loaders(part)]
+    return [] if loaders is None else [loaders]

@@ -1,0 +1,175 @@
+"""One loss value a sample, derived from the criterion that the user trains with."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
+
+from lightning_gradsim.errors import LossError
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+PAIRWISE_CRITERIA: tuple[type[nn.Module], ...] = (
+    nn.CrossEntropyLoss,
+    nn.NLLLoss,
+    nn.BCEWithLogitsLoss,
+    nn.BCELoss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.PoissonNLLLoss,
+    nn.KLDivLoss,
+    nn.MultiMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+    nn.SoftMarginLoss,
+)
+"""Criteria of the form ``criterion(outputs, targets)`` whose ``reduction="none"`` keeps samples apart."""
+
+ELEMENTWISE_CRITERIA: tuple[type[nn.Module], ...] = (
+    nn.BCEWithLogitsLoss,
+    nn.BCELoss,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.PoissonNLLLoss,
+)
+"""Criteria that compare outputs and targets entry by entry and so need both in one shape."""
+
+
+class PerSampleLoss:
+    """A loss that gives one value a sample, and the user's own batch loss beside it.
+
+    Attributes:
+        source: Where the loss comes from, in words.
+        criterion: The criterion it was derived from, or ``None`` for a function.
+    """
+
+    def __init__(self, source: str, loss: nn.Module | LossFunction) -> None:
+        self.source = source
+        self.criterion = loss if isinstance(loss, nn.Module) else None
+        self._loss = loss
+        self._unreduced = _without_reduction(loss)
+
+    @property
+    def ignore_index(self) -> int | None:
+        """The target value that the criterion ignores, if it has one."""
+        return getattr(self.criterion, "ignore_index", None)
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """One loss a sample.
+
+        Args:
+            logits: Model outputs, first dimension ``B``.
+            targets: Targets, first dimension ``B``. Criteria that compare entry by entry take ``[B]`` for outputs
+                ``[B, 1]`` and integers for 0/1 targets: broadcasting would pair every sample with every other.
+
+        Returns:
+            Losses ``[B]``, with a graph to the logits. Further dimensions (tokens, regression outputs) are averaged,
+            or summed where the criterion's own reduction is a sum over them.
+
+        Raises:
+            LossError: If the loss does not give at least one value a sample.
+        """
+        targets = self._align(logits, targets)
+        try:
+            values = self._unreduced(logits, targets)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise LossError(
+                f"The loss from {self.source} failed on outputs of shape {tuple(logits.shape)} ({logits.dtype}) and "
+                f"targets of shape {tuple(targets.shape)} ({targets.dtype}): {error}. Pass `loss_fn=` to "
+                "`GradSimCallback`, a function of (outputs, targets) that returns one loss a sample."
+            ) from error
+        if values.ndim == 0 or values.shape[0] != logits.shape[0]:
+            raise LossError(
+                f"The loss from {self.source} returned shape {tuple(values.shape)} for {logits.shape[0]} samples. "
+                "Expected one value a sample. Pass `loss_fn=` to `GradSimCallback`, a function of (outputs, targets) "
+                'that does not reduce over the batch (`reduction="none"`).'
+            )
+        return self._reduce_rest(values, targets)
+
+    def batch_value(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of the whole batch as the user would compute it, a scalar."""
+        if self.criterion is not None and getattr(self.criterion, "reduction", "mean") != "none":
+            return cast(Tensor, self.criterion(logits, self._align(logits, targets)))
+        return self(logits, targets).mean()
+
+    def _align(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not isinstance(self.criterion, ELEMENTWISE_CRITERIA):
+            return targets
+        if not targets.is_floating_point():
+            targets = targets.to(logits.dtype)
+        return targets.reshape(logits.shape) if targets.numel() == logits.numel() else targets
+
+    def _reduce_rest(self, values: Tensor, targets: Tensor) -> Tensor:
+        if values.ndim == 1:
+            return values
+        flat = values.flatten(1)
+        if getattr(self.criterion, "reduction", "mean") in ("sum", "batchmean"):
+            return flat.sum(1)
+        if self.ignore_index is not None and not targets.is_floating_point():
+            return flat.sum(1) / (targets != self.ignore_index).flatten(1).sum(1).clamp(min=1)
+        return flat.mean(1)
+
+
+def find_loss(module: nn.Module, loss_fn: nn.Module | LossFunction | None = None) -> PerSampleLoss | None:
+    """The per-sample form of the user's loss.
+
+    Args:
+        module: The user's module, searched for a criterion attribute where ``loss_fn`` is ``None``.
+        loss_fn: A criterion or a function of (outputs, targets); takes precedence.
+
+    Returns:
+        The loss, or ``None`` where the module has no criterion.
+
+    Raises:
+        LossError: If the module holds several criteria, or one that has no known per-sample form.
+    """
+    if loss_fn is not None:
+        return PerSampleLoss("`loss_fn`", loss_fn)
+    criteria = {name: child for name, child in module.named_modules() if isinstance(child, _Loss)}
+    if len(criteria) > 1:
+        names = ", ".join(f"`{name}` ({type(child).__name__})" for name, child in criteria.items())
+        raise LossError(
+            f"`{type(module).__name__}` holds several criteria: {names}. Which one is the loss of a sample cannot be "
+            "told. Pass it as `loss_fn=` to `GradSimCallback`."
+        )
+    for name, criterion in criteria.items():
+        if not isinstance(criterion, PAIRWISE_CRITERIA):
+            raise LossError(
+                f"The criterion `{name}` ({type(criterion).__name__}) has no known per-sample form. Pass `loss_fn=` to "
+                "`GradSimCallback`, a function of (outputs, targets) that returns one loss a sample."
+            )
+        return PerSampleLoss(f"`{type(module).__name__}.{name}` ({type(criterion).__name__})", criterion)
+    return None
+
+
+def cross_entropy() -> PerSampleLoss:
+    """The default for integer targets."""
+    return PerSampleLoss("the default for integer targets (cross-entropy)", nn.CrossEntropyLoss())
+
+
+def _without_reduction(loss: nn.Module | LossFunction) -> LossFunction:
+    if isinstance(loss, nn.Module):
+        if not hasattr(loss, "reduction"):
+            return cast(LossFunction, loss)
+        # A shallow copy shares the buffers (class weights) and leaves the user's criterion as it is.
+        unreduced: Any = copy.copy(loss)
+        unreduced.reduction = "none"
+        return cast(LossFunction, unreduced)
+    if "reduction" in _parameters(loss):
+        return lambda logits, targets: cast(Any, loss)(logits, targets, reduction="none")
+    return loss
+
+
+def _parameters(function: Callable[..., Any]) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return set()

@@ -1,0 +1,97 @@
+"""Per-sample values of a pass over the training samples, gathered batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_gradsim.errors import NonFiniteError
+from lightning_gradsim.report import Label, SuspectTable, to_label
+from lightning_gradsim.tasks import Outcome
+
+MAX_NAMED = 10
+
+
+class SampleStatistics:
+    """Self-influence, label and prediction of every training sample: 23 bytes a sample, its id included."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, Tensor]] = []
+
+    def update(
+        self, ids: Tensor, squared_norms: Tensor, losses: Tensor, outcome: Outcome, *, has_classes: bool
+    ) -> None:
+        """Take in a batch.
+
+        Args:
+            ids: Sample ids ``[B]``, int64.
+            squared_norms: Squared norms of the per-sample gradients, ``[B]``.
+            losses: Per-sample losses, ``[B]``.
+            outcome: Labels and predictions.
+            has_classes: Whether a wrong prediction means anything (not in regression).
+        """
+        labels = outcome.labels
+        columns = {
+            "sample_ids": ids.cpu(),
+            "scores": torch.where(losses.detach().isfinite(), squared_norms, torch.nan).float().cpu(),
+            "labels": labels.to(torch.int32 if labels.dtype == torch.int64 else labels.dtype).cpu(),
+            "flagged": (outcome.wrong if has_classes else torch.zeros_like(outcome.wrong)).cpu(),
+        }
+        if outcome.suggested is not None and outcome.suggested_probabilities is not None:
+            columns["suggested"] = outcome.suggested.to(torch.int32).cpu()
+            columns["probabilities"] = outcome.suggested_probabilities.to(torch.float16).cpu()
+        self._parts.append(columns)
+
+    def compute(self) -> SuspectTable:
+        """All samples by falling self-influence, ties by the smaller id.
+
+        Returns:
+            The table; empty if there was no batch.
+
+        Raises:
+            NonFiniteError: If a loss or a gradient was NaN or infinite; the samples are named.
+        """
+        if not self._parts:
+            return SuspectTable.empty()
+        joined = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
+        _check_finite(joined)
+        by_id = joined["sample_ids"].argsort()
+        order = by_id[joined["scores"][by_id].argsort(descending=True, stable=True)]
+        table = {name: column[order] for name, column in joined.items()}
+        return SuspectTable(
+            table["sample_ids"],
+            table["scores"],
+            table["labels"],
+            table.get("suggested"),
+            table.get("probabilities"),
+            table["flagged"],
+        )
+
+
+def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label]:
+    """Given labels of some training samples.
+
+    Args:
+        table: All scored samples.
+        sample_ids: Ids that the table holds.
+
+    Returns:
+        Labels by id.
+    """
+    sorted_ids, order = table.sample_ids.sort()
+    rows = order[torch.searchsorted(sorted_ids, torch.tensor(sample_ids, dtype=torch.long))]
+    return {sample_id: to_label(table.labels[row]) for sample_id, row in zip(sample_ids, rows.tolist(), strict=True)}
+
+
+def _check_finite(joined: Mapping[str, Tensor]) -> None:
+    finite = joined["scores"].isfinite()
+    if bool(finite.all()):
+        return
+    ids = joined["sample_ids"][~finite].sort().values.tolist()
+    more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
+    raise NonFiniteError(
+        f"Losses or gradients of training samples are not finite (sample ids {ids[:MAX_NAMED]}{more}). Nothing is "
+        "scored. Check the loss of these samples in eval mode."
+    )

@@ -1,0 +1,42 @@
+"""Similarities of gradients from their dot products and norms."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Similarity = Literal["dot", "cosine", "asymmetric"]
+SIMILARITIES: tuple[str, ...] = get_args(Similarity)
+
+
+def compute_similarity(
+    similarity: Similarity, products: Tensor, query_squared_norms: Tensor, train_squared_norms: Tensor
+) -> Tensor:
+    """One of the similarities of design.md for every pair of a query and a training sample.
+
+    Args:
+        similarity: ``dot``; ``cosine`` = dot over both norms; ``asymmetric`` = dot over the squared training norm.
+        products: Dot products of the gradients, ``[M, B]``.
+        query_squared_norms: ``[M]``, >= 0.
+        train_squared_norms: ``[B]``, >= 0.
+
+    Returns:
+        Similarities ``[M, B]`` in the dtype of ``products``: loss² per parameter² for ``dot``, unitless otherwise;
+        ``cosine`` lies in [-1, 1]. A zero gradient is similar to nothing: 0.
+
+    Source:
+        ``dot``: Pruthi et al. (2020), TracIn, arXiv:2002.08484; ``cosine`` and ``asymmetric``: Charpiat et al. (2019),
+        "Input similarity from the neural network perspective", arXiv:2102.05262.
+    """
+    if similarity == "dot":
+        return products
+    if similarity == "asymmetric":
+        return _divide(products, train_squared_norms[None])
+    # The roots are taken apart: the product of two small squared norms underflows in float32.
+    return _divide(products, query_squared_norms.sqrt()[:, None] * train_squared_norms.sqrt()[None]).clamp(-1, 1)
+
+
+def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return torch.where(denominator > 0, numerator / denominator, 0)

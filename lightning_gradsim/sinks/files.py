@@ -1,0 +1,101 @@
+"""Reports as files; each file on disk is either the old version or the new one, never a part of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from lightning_gradsim.report import Report
+
+# More than anyone relabels in one go; about 0.5 MB and half a second at every validation.
+MAX_CSV_SUSPECTS = 10_000
+
+
+def write_report_files(report: Report, directory: str | Path) -> tuple[Path, ...]:
+    """Write ``suspects.csv``, ``influences.csv`` and ``report.json``, each atomically.
+
+    Args:
+        report: What the validation showed.
+        directory: Folder of the files; created with its parents where it does not exist.
+
+    Returns:
+        Paths of the three files, in this order.
+    """
+    contents = {
+        "suspects.csv": report.suspects.to_csv(limit=MAX_CSV_SUSPECTS),
+        "influences.csv": report.to_csv(),
+        "report.json": json.dumps(_to_json_value(report.to_dict()), indent=1, allow_nan=False) + "\n",
+    }
+    return tuple(write_text_atomically(text, Path(directory) / name) for name, text in contents.items())
+
+
+def write_text_atomically(text: str, path: str | Path) -> Path:
+    """Replace a file by a text in UTF-8, or leave it as it was.
+
+    Args:
+        text: Content; line ends are written as they are.
+        path: The file; its folder is created where it does not exist.
+
+    Returns:
+        The path.
+    """
+    return _write_atomically(text.encode("utf-8"), Path(path))
+
+
+def save_png_atomically(array: NDArray[np.uint8], path: str | Path) -> Path:
+    """Replace a PNG file by a picture, or leave it as it was.
+
+    Args:
+        array: uint8 ``[H, W, 3]``.
+        path: The file; its folder is created where it does not exist.
+
+    Returns:
+        The path.
+    """
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, format="PNG")
+    return _write_atomically(buffer.getvalue(), Path(path))
+
+
+def _write_atomically(content: bytes, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not `tempfile`: its files are readable by their owner only, and the replaced file would be too.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            # Without this, a crash of the machine can leave the new name with no content.
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _to_json_value(value: object) -> object:
+    """The value with what JSON lacks replaced: tuples by lists, NaN and infinities by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _to_json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json_value(item) for item in value]
+    return value
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add a text to the end of a log file; its folder is created where it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)

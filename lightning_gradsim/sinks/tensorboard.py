@@ -1,0 +1,68 @@
+"""Reports in TensorBoard."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gradsim.report import Report
+from lightning_gradsim.views.tables import suspects_markdown
+
+
+class TensorBoardWriter(Protocol):
+    """What is used of ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_image(
+        self,
+        tag: str,
+        img_tensor: NDArray[np.uint8],
+        global_step: int | None = None,
+        walltime: float | None = None,
+        dataformats: str = "CHW",
+    ) -> None:
+        """Write a picture."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+        """Write a number."""
+
+    def add_text(self, tag: str, text_string: str, global_step: int | None = None) -> None:
+        """Write Markdown."""
+
+    def flush(self) -> None:
+        """Bring to disk what was written."""
+
+
+def write_tensorboard(
+    writer: TensorBoardWriter, report: Report, panel: NDArray[np.uint8] | None, tag_prefix: str = "gradsim"
+) -> None:
+    """Write a report at the step of its validation.
+
+    One image tag, as TensorBoard keeps about ten steps of each by default, and a card for each.
+
+    Logged under ``tag_prefix``:
+
+    - ``mistakes``: the panel
+    - ``suspects``: table of suspects, Markdown
+    - ``errors``: misclassified validation samples, count
+    - ``suspects_flagged``: training samples that the model predicts otherwise than labelled, count
+    - ``overhead_seconds``: time taken for this report, s
+    - ``overhead_share``: time taken so far over the time of the run without it, in [0, inf); only where it is known
+
+    Args:
+        writer: A ``SummaryWriter`` or what behaves like one.
+        report: What the validation showed.
+        panel: Picture from ``mistake_panel``, uint8 ``[H, W, 3]``; None leaves the image out.
+        tag_prefix: Beginning of every tag, without the slash.
+    """
+    step = report.step
+    if panel is not None:
+        writer.add_image(f"{tag_prefix}/mistakes", panel, global_step=step, dataformats="HWC")
+    writer.add_text(f"{tag_prefix}/suspects", suspects_markdown(report), global_step=step)
+    writer.add_scalar(f"{tag_prefix}/errors", report.num_errors, global_step=step)
+    writer.add_scalar(f"{tag_prefix}/suspects_flagged", report.suspects.num_flagged, global_step=step)
+    writer.add_scalar(f"{tag_prefix}/overhead_seconds", report.seconds, global_step=step)
+    if report.time_share is not None:
+        writer.add_scalar(f"{tag_prefix}/overhead_share", report.time_share, global_step=step)
+    writer.flush()

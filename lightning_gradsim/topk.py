@@ -1,0 +1,75 @@
+"""The largest scores of a stream, with the samples they belong to, in memory that does not grow with the stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MERGE_COLUMNS = 1024
+"""Scores a row that are gathered before they are merged: one merge costs about as much as a small batch's products."""
+
+
+class TopK:
+    """Keeps the ``k`` largest scores of every row, ties by the smaller id, independent of order and batch size.
+
+    Args:
+        k: How many to keep.
+
+    Source:
+        Merging by concatenate-and-select as in captum's ``_influence`` utilities; ours is exact for ties.
+    """
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._scores: Tensor | None = None
+        self._ids: Tensor | None = None
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._num_waiting = 0
+
+    def update(self, scores: Tensor, ids: Tensor) -> None:
+        """Take in the scores of some samples.
+
+        Args:
+            scores: ``[R, B]``, any floating dtype, the same in every call.
+            ids: Sample ids ``[B]``, int64, each id once in the whole stream.
+        """
+        self._waiting.append((scores, ids))
+        self._num_waiting += len(ids)
+        if self._num_waiting >= MERGE_COLUMNS:
+            self._merge()
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """The scores kept, falling, and their ids, both ``[R, min(k, samples seen)]``; ``[0, 0]`` before any update."""
+        if self._waiting:
+            self._merge()
+        if self._scores is None or self._ids is None:
+            return torch.empty(0, 0), torch.empty(0, 0, dtype=torch.long)
+        return self._scores, self._ids
+
+    def _merge(self) -> None:
+        scores = torch.cat([part for part, _ in self._waiting], dim=1)
+        ids = torch.cat([part for _, part in self._waiting])
+        self._waiting, self._num_waiting = [], 0
+        scores, columns = _largest_columns(scores, ids, self._k)
+        candidates = ids[columns]
+        if self._scores is not None and self._ids is not None:
+            scores = torch.cat([self._scores, scores], dim=1)
+            candidates = torch.cat([self._ids, candidates], dim=1)
+        order = _order(scores, candidates)[:, : self._k]
+        self._scores, self._ids = scores.gather(1, order), candidates.gather(1, order)
+
+
+def _largest_columns(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    k = min(k, scores.shape[1])
+    values, columns = scores.topk(k, dim=1)
+    if k and bool(((scores >= values[:, -1:]).sum(1) > k).any()):
+        # Equal scores on the edge: topk picks any of them, we want the smaller ids.
+        columns = _order(scores, ids.expand_as(scores))[:, :k]
+        values = scores.gather(1, columns)
+    return values, columns
+
+
+def _order(scores: Tensor, ids: Tensor) -> Tensor:
+    by_id = ids.argsort(dim=1)
+    by_score = scores.gather(1, by_id).argsort(dim=1, descending=True, stable=True)
+    return by_id.gather(1, by_score)

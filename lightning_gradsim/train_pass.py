@@ -1,0 +1,289 @@
+"""Ordered reading of training samples with their ids, through a loader of our own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from lightning_gradsim.batches import tensors_of
+from lightning_gradsim.errors import TrainingDataError
+
+WAY_OUT = "Pass a map-style dataset or a `DataLoader` over one as `train_data=` to `GradSimCallback`."
+DEFAULT_BATCH_SIZE = 64
+
+
+@dataclass(frozen=True, eq=False)
+class SampleReader:
+    """A map-style dataset, read by sample id in batches of our own, in a fixed order.
+
+    The user's loader is never iterated: its workers, its sampler and the global random numbers stay as they are. The
+    dataset is read in worker processes, so that state inside the dataset object is not touched either, unless it is
+    known to be pure (tensors) or workers would have to be spawned and the user's own loader has none.
+
+    Attributes:
+        dataset: The dataset.
+        ids: Sample id of every position that is read, int64 ``[N]``, each id once.
+        positions: Position in the dataset of every id, int64 ``[N]``.
+        batch_size: Samples a batch.
+        options: Further arguments for ``DataLoader``.
+    """
+
+    dataset: Dataset[Any]
+    ids: Tensor
+    positions: Tensor
+    batch_size: int
+    options: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.ids)
+
+    @property
+    def reads_in_process(self) -> bool:
+        """Whether the dataset is read in the training process although it may hold state."""
+        return self.options["num_workers"] == 0 and not _is_pure(self.dataset)
+
+    def choose(self, indices: Tensor) -> SampleReader:
+        """A reader of some of the samples.
+
+        Args:
+            indices: Indices into ``ids``, int64, in the order in which they shall be read.
+
+        Returns:
+            The reader.
+        """
+        return SampleReader(self.dataset, self.ids[indices], self.positions[indices], self.batch_size, self.options)
+
+    def batches(self) -> Iterator[tuple[Tensor, Any]]:
+        """All samples in order.
+
+        Returns:
+            Pairs of sample ids ``[B]`` and the collated batch, on the CPU.
+        """
+        loader: DataLoader[Any] = DataLoader(
+            self.dataset,
+            batch_sampler=BatchSampler(self.positions.tolist(), self.batch_size, drop_last=False),
+            # Worker seeds come from here; without it they would be drawn from the global generator.
+            generator=torch.Generator().manual_seed(0),
+            **self.options,
+        )
+        return zip(self.ids.split(self.batch_size), loader, strict=True)
+
+    def lookup(self, sample_ids: Sequence[int]) -> SampleReader:
+        """A reader of the given samples, one a batch.
+
+        Args:
+            sample_ids: Ids that this reader has.
+
+        Returns:
+            The reader, in the given order.
+        """
+        by_id = {int(sample_id): index for index, sample_id in enumerate(self.ids)}
+        indices = torch.tensor([by_id[sample_id] for sample_id in sample_ids], dtype=torch.long)
+        return SampleReader(self.dataset, self.ids[indices], self.positions[indices], 1, self.options)
+
+
+def make_reader(source: Any, name: str = "the training data", batch_size: int | None = None) -> SampleReader:
+    """A reader of what the user trains with.
+
+    Args:
+        source: A map-style dataset, or a ``DataLoader`` over one, whose ``collate_fn``, ``worker_init_fn``,
+            ``pin_memory`` and batch size are taken over.
+        name: What to call the source in messages.
+        batch_size: Samples a batch; by default the loader's, else 64.
+
+    Returns:
+        The reader of all samples, each id once.
+
+    Raises:
+        TrainingDataError: If samples cannot be read by index, or there are none.
+    """
+    loader = source if isinstance(source, DataLoader) else None
+    dataset = source.dataset if loader is not None else source
+    if isinstance(dataset, IterableDataset):
+        raise TrainingDataError(
+            f"{_capital(name)} is an iterable dataset (`{type(dataset).__name__}`), whose samples have no index. "
+            f"{WAY_OUT}"
+        )
+    if (loader is None and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))) or _is_collection(
+        dataset
+    ):
+        raise TrainingDataError(
+            f"{_capital(name)} is a `{type(source).__name__}`. Expected one `DataLoader` or map-style dataset. "
+            f"{WAY_OUT}"
+        )
+    if loader is not None and loader.batch_sampler is None:
+        raise TrainingDataError(
+            f"{_capital(name)} is a `DataLoader` with `batch_size=None`, whose batches are made by the dataset, so "
+            f"single samples cannot be read. {WAY_OUT}"
+        )
+    if not hasattr(dataset, "__len__") or len(dataset) == 0:
+        raise TrainingDataError(f"{_capital(name)} has no samples. {WAY_OUT}")
+    ids, positions = _first_of_each(sample_ids(dataset))
+    size = batch_size or (loader and loader.batch_size) or DEFAULT_BATCH_SIZE
+    return SampleReader(dataset, ids, positions, size, _loader_options(loader, dataset))
+
+
+def sample_ids(dataset: Dataset[Any]) -> Tensor:
+    """Sample id of every position of a dataset, stable through ``Subset`` and ``ConcatDataset``.
+
+    Args:
+        dataset: A map-style dataset. A ``Subset`` has the ids of the dataset beneath it; a ``ConcatDataset`` counts on
+            from the length of what lies beneath each part.
+
+    Returns:
+        Ids, int64 ``[len(dataset)]``.
+    """
+    return _ids_and_span(dataset)[0]
+
+
+def is_in_order(loader: Any) -> bool:
+    """Whether a validation loader gives the samples of a map-style dataset in the order of their index."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.sampler) is SequentialSampler
+        and type(loader.batch_sampler) in (BatchSampler, type(None))
+        and loader.batch_sampler is not None
+    )
+
+
+def differs_on_second_read(reader: SampleReader, num_samples: int = 4) -> bool:
+    """Whether reading a sample twice gives two different samples (random augmentation).
+
+    Args:
+        reader: The reader.
+        num_samples: How many samples, spread over the dataset, are read twice.
+
+    Returns:
+        Whether any tensor of any of them differs.
+    """
+    chosen = torch.linspace(0, len(reader) - 1, min(num_samples, len(reader))).long()
+    twice = reader.lookup(reader.ids[torch.cat([chosen, chosen])].tolist())
+    samples = [list(tensors_of(batch)) for _, batch in twice.batches()]
+    first, second = samples[: len(chosen)], samples[len(chosen) :]
+    return any(
+        not torch.equal(left.nan_to_num(), right.nan_to_num())
+        if left.is_floating_point()
+        else not torch.equal(left, right)
+        for lefts, rights in zip(first, second, strict=True)
+        for left, right in zip(lefts, rights, strict=True)
+    )
+
+
+def known_labels(reader: SampleReader) -> Tensor | None:
+    """Class indices of a reader's samples, where the dataset holds them all at hand.
+
+    Args:
+        reader: The reader.
+
+    Returns:
+        int64 ``[N]`` from a ``TensorDataset``'s last tensor or a dataset's ``targets``, through ``Subset``; else
+        ``None``.
+    """
+    dataset: Any = reader.dataset
+    positions = reader.positions
+    while type(dataset) is Subset:
+        positions = torch.as_tensor(dataset.indices, dtype=torch.long)[positions]
+        dataset = dataset.dataset
+    values = dataset.tensors[-1] if type(dataset) is TensorDataset else getattr(dataset, "targets", None)
+    if values is None or len(values) != len(dataset):
+        return None
+    labels = torch.as_tensor(values)
+    return labels[positions].long() if labels.ndim == 1 and not labels.is_floating_point() else None
+
+
+def stratified_indices(labels: Tensor | None, num_samples: int, size: int, seed: int) -> Tensor:
+    """A seeded choice of samples in which every class keeps its share.
+
+    Args:
+        labels: Class indices ``[N]``, or ``None`` for a plain random choice.
+        num_samples: ``N``.
+        size: How many to choose, at most ``N``.
+        seed: Seed of the choice.
+
+    Returns:
+        Sorted indices, int64 ``[size]``.
+    """
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+    if labels is not None:
+        # Position of every sample among its class, over the class size: the smallest are the first of every class.
+        shuffled = labels[order]
+        by_class = shuffled.argsort(stable=True)
+        counts = torch.unique_consecutive(shuffled[by_class], return_counts=True)[1]
+        place = torch.cat([(torch.arange(int(count)) + 0.5) / count for count in counts])
+        order = order[by_class][place.argsort(stable=True)]
+    return order[:size].sort().values
+
+
+def _ids_and_span(dataset: Any) -> tuple[Tensor, int]:
+    if type(dataset) is Subset:
+        ids, span = _ids_and_span(dataset.dataset)
+        return ids[torch.as_tensor(dataset.indices, dtype=torch.long)], span
+    if type(dataset) is ConcatDataset:
+        parts, start = [], 0
+        for part in dataset.datasets:
+            ids, span = _ids_and_span(part)
+            parts.append(ids + start)
+            start += span
+        return torch.cat(parts), start
+    return torch.arange(len(dataset)), len(dataset)
+
+
+def _first_of_each(ids: Tensor) -> tuple[Tensor, Tensor]:
+    # A `Subset` may name a sample several times (oversampling): it is scored once.
+    order = ids.argsort(stable=True)
+    is_first = torch.ones(len(ids), dtype=torch.bool)
+    is_first[1:] = ids[order][1:] != ids[order][:-1]
+    positions = order[is_first].sort().values
+    return ids[positions], positions
+
+
+def _loader_options(loader: DataLoader[Any] | None, dataset: Any) -> dict[str, Any]:
+    own_workers = 0 if loader is None else loader.num_workers
+    collate: Callable[[list[Any]], Any] = default_collate if loader is None else loader.collate_fn
+    context = None if loader is None else loader.multiprocessing_context
+    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
+    pure = _is_pure(dataset) and collate is default_collate
+    num_workers = 0 if pure or (method != "fork" and own_workers == 0) else max(1, min(own_workers, 2))
+    return {
+        "collate_fn": collate,
+        "num_workers": num_workers,
+        "worker_init_fn": None if loader is None else loader.worker_init_fn,
+        "pin_memory": loader is not None and loader.pin_memory and torch.cuda.is_available(),
+        "multiprocessing_context": context if num_workers else None,
+    }
+
+
+def _is_pure(dataset: Any) -> bool:
+    if type(dataset) is Subset:
+        return _is_pure(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(_is_pure(part) for part in dataset.datasets)
+    return type(dataset) is TensorDataset
+
+
+def _is_collection(source: Any) -> bool:
+    if isinstance(source, Mapping):
+        return True
+    return isinstance(source, (list, tuple)) and any(isinstance(part, (DataLoader, Dataset)) for part in source)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

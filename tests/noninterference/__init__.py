@@ -1,0 +1,1 @@
+"""Training with the callback equals training without it, bit for bit."""

@@ -1,0 +1,119 @@
+"""The harness is blind to nothing that it promises to see, and two equal runs are equal for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from tests.noninterference import offenders
+from tests.noninterference.cases import CASE_BY_NAME, CASES, Case
+from tests.noninterference.harness import RunRecord, differences, record_baseline, record_run
+
+
+@dataclass(frozen=True)
+class Offence:
+    """An offender, a case in which it does harm, and the beginnings of the differences that must be named."""
+
+    offender: type[Callback]
+    case: str
+    caught: tuple[str, ...]
+
+
+OFFENCES = (
+    Offence(offenders.PeeksIntoTrainLoader, "shuffle", ("rng: torch", "train ids: epoch 1 batch 0", "weights: net.1")),
+    Offence(offenders.PeeksIntoTrainLoader, "persistent_workers", ("train ids: epoch 0 batch 5", "weights: net.1")),
+    Offence(offenders.RereadsTrainLoader, "persistent_workers", ("train ids: epoch 0 batch", "weights: net.1")),
+    Offence(offenders.RereadsTrainLoader, "shuffle_own_generator", ("rng: train loader", "train ids: epoch 1 batch 0")),
+    Offence(offenders.RereadsDataset, "dataset_generator", ("rng: train dataset", "train batch contents", "weights: ")),
+    Offence(offenders.CallsBackward, "accumulate", ("grad: net.1.weight", "weights: net.1.weight", "optimizer: 0")),
+    Offence(offenders.ClearsGradients, "accumulate", ("grad: net.1.weight with None", "weights: net.1.weight")),
+    Offence(offenders.DrawsTorch, "dropout", ("rng: torch", "weights: net.1", "logged: step 11 train_loss_step")),
+    Offence(offenders.DrawsTorch, "transfer_hooks", ("rng: torch", "train batch contents: epoch 1", "weights: net.1")),
+    Offence(offenders.DrawsNumpy, "plain", ("rng: numpy",)),
+    Offence(offenders.DrawsPython, "plain", ("rng: python",)),
+    Offence(offenders.LeavesForwardHook, "plain", ("hooks: module.net.3 _forward_hooks with 1, without 0",)),
+    Offence(offenders.LeavesTensorHook, "plain", ("hooks: net.3.weight _backward_hooks with 1, without 0",)),
+    Offence(offenders.FlipsMode, "frozen_batchnorm", ("mode: module.net.2 with 'train', without 'eval'",)),
+    Offence(
+        offenders.FlipsModeAfterRestore,
+        "frozen_batchnorm",
+        ("mode: module.net.2 with 'train'", "buffers: net.2.running_mean", "weights: net.1.weight"),
+    ),
+    Offence(offenders.ForwardsInTrainMode, "batchnorm", ("buffers: net.2.running_mean", "buffers: net.2.num_batches")),
+    Offence(offenders.LeavesParameterAttribute, "plain", ("attributes: net.3.weight gained ['grad_sample']",)),
+    Offence(offenders.LeavesModuleAttribute, "plain", ("attributes: module.net.3 gained ['activations']",)),
+    Offence(offenders.RegistersBuffer, "plain", ("state_dict keys: module gained ['norms']", "buffers: norms only")),
+    Offence(offenders.FlipsRequiresGrad, "plain", ("requires_grad: net.3.weight with False", "weights: net.3.weight")),
+    Offence(offenders.NudgesWeight, "plain", ("weights: net.3.weight differ, max", "checkpoint: ")),
+    Offence(offenders.ChangesLearningRate, "plain", ("optimizer: 0.param_groups.0.lr", "weights: net.1.weight")),
+    Offence(offenders.LogsUnderUsersName, "plain", ("logged: step 11 val_loss",)),
+    Offence(offenders.LeavesGradModeOn, "plain", ("globals: gradient mode with True",)),
+    Offence(offenders.LeavesEnvironment, "plain", ("globals: environment with ['GRADSIM_OFFENDER']",)),
+    Offence(offenders.PollutesCheckpoint, "plain", ("checkpoint: final.ckpt gradsim only with the callback",)),
+    Offence(offenders.LeavesStrategyWrapped, "plain", ("attributes: trainer.strategy gained ['process_dataloader']",)),
+)
+
+
+@pytest.mark.parametrize("offence", OFFENCES, ids=lambda offence: f"{offence.offender.__name__}-{offence.case}")
+def test_offender_is_caught(offence: Offence) -> None:
+    """Each planted offender is found out, by the name of what it changed."""
+    case = CASE_BY_NAME[offence.case]
+    found = differences(record_run(case, [offence.offender()]), record_baseline(case))
+    for start in offence.caught:
+        assert any(line.startswith(start) for line in found), (start, found)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_harmless_callback_changes_nothing(case: Case) -> None:
+    """Two seeded runs are equal: whatever differs with a callback comes from it."""
+    assert differences(record_run(case, [offenders.Harmless()]), record_baseline(case)) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_record_is_complete(case: Case) -> None:
+    """Every batch, checkpoint and kind of fact is in the record, and the model is wrong about some samples."""
+    points = record_baseline(case).points
+    ids = [fact for fact in points["train batches"] if fact[0] == "train ids"]
+    assert len(ids) == 22
+    assert {"epoch 0 end", "epoch 1 end", "validation 2 end", "batch after validation 1", "after fit"} <= set(points)
+    assert {"weights", "grad", "optimizer", "scheduler", "rng", "metrics", "hooks", "mode"} <= {
+        kind for kind, _ in points["after fit"]
+    }
+    assert any(name.startswith("step=") for _, name in points["files"])
+    assert any(name.startswith("step 0 train_loss_step") for _, name in points["log"])
+    assert points["after fit"]["metrics", "val_accuracy"] < 1
+
+
+def test_pending_gradients_are_seen() -> None:
+    """Under accumulation the last validation of an epoch meets gradients that the next step needs."""
+    facts = record_baseline(CASE_BY_NAME["accumulate"]).points["batch after validation 3"]
+    assert facts["grad", "net.1.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "equal"),
+    [
+        (torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, 1.0]), True),
+        (torch.tensor([torch.nan, 1.0]), torch.tensor([0.0, 1.0]), False),
+        (torch.tensor(0.0), torch.tensor(-0.0), False),
+        (torch.zeros(2), torch.zeros(3), False),
+        (torch.zeros(2), torch.zeros(2).double(), False),
+        (float("nan"), float("nan"), True),
+        (1, 1.0, False),
+        (None, torch.zeros(2), False),
+        (frozenset("ab"), frozenset("ba"), True),
+    ],
+)
+def test_comparison_is_bit_for_bit(ours: object, theirs: object, equal: bool) -> None:
+    """Equal means the same type, shape and bits; NaN equals itself."""
+    records = [RunRecord({"point": {("kind", "name"): value}}) for value in (ours, theirs)]
+    assert (differences(*records) == []) is equal
+
+
+def test_missing_facts_are_named() -> None:
+    """A fact or a point that only one run has is a difference."""
+    full, empty = RunRecord({"a": {("kind", "name"): 1}, "b": {}}), RunRecord({"a": {}})
+    assert differences(full, empty) == ["kind: name only with the callback (a)", "point: only with the callback (b)"]

@@ -1,0 +1,312 @@
+"""The panel: the mark sits exactly where it belongs, all text fits, nothing in a report makes it fail."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.views import canvas
+from lightning_gradsim.views.canvas import (
+    DOUBT,
+    FRAME,
+    INK,
+    MARK,
+    MUTED,
+    PAPER,
+    Canvas,
+    fit_text,
+    measure_text,
+    wrap_text,
+)
+from lightning_gradsim.views.panel import GAP, MARGIN, TILE, WIDTH, mistake_panel
+
+LONG = "n02099601 golden retriever, a dog that is described at some length"
+
+
+def make_samples(flags=(), first_id=0):
+    return tuple(
+        InfluentialSample(first_id + place, 2 if flag else 1, -3.0 / (place + 1), flag)
+        for place, flag in enumerate(flags)
+    )
+
+
+def make_query(harmful=(False,) * 8, look_alikes=(False,) * 8, **changes):
+    query = QueryReport(
+        sample_id=17,
+        dataloader_idx=0,
+        label=1,
+        prediction=2,
+        probability=0.97,
+        loss=3.5,
+        harmful=make_samples(harmful),
+        teachers=make_samples((True,) * 8, first_id=20),
+        look_alikes=make_samples(look_alikes, first_id=10),
+    )
+    return replace(query, **changes)
+
+
+def make_report(*queries, **changes):
+    report = Report(
+        epoch=9,
+        step=2300,
+        layers=("head.fc",),
+        similarity="dot",
+        reference="1,437 training samples",
+        num_train_samples=1437,
+        num_validation_samples=360,
+        num_errors=len(queries),
+        queries=queries,
+        class_names=("cat", "dog", "ship"),
+    )
+    return replace(report, **changes)
+
+
+def draw(report, images=None, **options):
+    grey = torch.full((1, 8, 8), 0.5)
+    train = dict.fromkeys(range(40), grey)
+    return mistake_panel(report, [grey] * len(report.queries) if images is None else images, train, **options)
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """All texts that get drawn, as ``(text, size, left, right)``."""
+    drawn = []
+    draw_text = Canvas.text
+
+    def record(self, x, baseline, text, size, *args, **kwargs):
+        right = draw_text(self, x, baseline, text, size, *args, **kwargs)
+        drawn.append((text, size, x, right))
+        return right
+
+    monkeypatch.setattr(Canvas, "text", record)
+    return drawn
+
+
+def words(texts):
+    return [text for text, *_ in texts]
+
+
+def is_marked(panel):
+    return (panel == MARK).all(axis=-1)
+
+
+@pytest.mark.parametrize("list_name", ["harmful", "look_alikes"])
+@pytest.mark.parametrize("flags", [(True, False, False, True), (False, False, True, False), (True,) * 4])
+def test_the_mark_is_drawn_exactly_where_the_label_is_the_prediction(list_name, flags):
+    plain, marked = draw(make_report(make_query())), draw(make_report(make_query(**{list_name: flags})))
+    height = min(len(plain), len(marked)) - 170  # below both headers, the legend being in one of them
+    added = is_marked(marked[-height:]) & ~is_marked(plain[-height:])
+    places = np.zeros(WIDTH, dtype=bool)
+    for place, flag in enumerate(flags):
+        left = MARGIN + place * (TILE + GAP)
+        places[left : left + TILE] = flag
+    np.testing.assert_array_equal(added.any(axis=0), places)
+    rows = np.flatnonzero(added.any(axis=1))
+    assert rows[-1] - rows[0] + 1 == TILE
+
+
+def test_the_mark_differs_by_shape_too():
+    plain, marked = (draw(make_report(make_query(harmful=(flag, True)))) for flag in (False, True))
+    tile = (plain != marked).any(axis=-1)
+    top, left = (int(np.flatnonzero(tile.any(axis=axis))[0]) for axis in (1, 0))
+    mark = is_marked(marked)[top : top + TILE, left : left + TILE]
+    assert mark[:7].all(), "thick frame above"
+    assert mark[:, :7].all(), "thick frame at the left"
+    assert mark[8:12, -30:-10].all(), "filled corner"
+    assert not mark[8:12, 20:60].any()
+
+
+@pytest.mark.parametrize(("flags", "expected"), [((False,) * 4, False), ((False, True), True)])
+def test_the_legend_explains_the_mark_where_there_is_one(texts, flags, expected):
+    draw(make_report(make_query(harmful=flags)))
+    assert ("training sample with the wrongly predicted label" in words(texts)) is expected
+
+
+@pytest.mark.parametrize("num_queries", [0, 1, 3, 6, 9])
+def test_shape(num_queries):
+    heights = [draw(make_report(*[make_query()] * number)).shape for number in (1, 2)]
+    block = heights[1][0] - heights[0][0]
+    panel = draw(make_report(*[make_query()] * num_queries))
+    assert panel.dtype == np.uint8
+    assert panel.shape[1:] == (WIDTH, 3)
+    if num_queries:
+        assert panel.shape[0] == heights[0][0] + (min(num_queries, 6) - 1) * block
+
+
+def test_what_a_block_says(texts):
+    draw(make_report(make_query(label_looks_wrong=True)))
+    said = words(texts)
+    for expected in (
+        "1 of 360 validation samples wrong, 1 shown",
+        "epoch 9, step 2300 · layer head.fc · dot · against 1,437 training samples",
+        "dog",
+        "ship",
+        "predicted with 97% · loss 3.5",
+        "validation sample #17",
+        "this validation label looks wrong",
+        "harmful: pushed towards this mistake",
+        "look-alikes",
+        "dot",
+        "cosine",
+        "#0",
+        "-3.00",
+    ):
+        assert expected in said, expected
+    assert not any("teachers" in text for text in said)
+    assert said.count("dog") == 1 + 8, "the headline and four tiles in each of two rows"
+
+
+def test_teachers_on_demand(texts):
+    draw(make_report(make_query()), show_teachers=True)
+    assert "teachers: taught this prediction" in words(texts)
+    assert "#20" in words(texts)
+
+
+def test_no_doubt_no_badge():
+    assert not (draw(make_report(make_query())) == DOUBT).all(axis=-1).any()
+
+
+@pytest.mark.parametrize(
+    ("num_errors", "expected"),
+    [(0, "no misclassified validation sample"), (4, "no mistake left to explain under the weights at scoring")],
+)
+def test_no_queries(texts, num_errors, expected):
+    panel = mistake_panel(make_report(num_errors=num_errors), [], {})
+    assert expected in words(texts)
+    assert panel.shape[0] < 300
+
+
+def test_augmented_views_are_named_in_the_legend_and_at_each_row(texts):
+    draw(make_report(make_query(), augmented=True))
+    assert "augmented view: each training tile is one random view of its sample" in words(texts)
+    assert "dot · augmented view" in words(texts)
+
+
+@pytest.mark.parametrize(
+    ("image", "options", "expected"),
+    [
+        (
+            torch.tensor([[-1.0, 2.0], [0.0, 1.0]]),
+            {},
+            "1 of 9 images: values stretched from their own lowest to highest",
+        ),
+        (torch.tensor([[0.0, float("nan")], [0.0, 1.0]]), {}, "magenta hatching: NaN or infinite pixels"),
+        (None, {"mean": [-9.0]}, "all images: values stretched from their own lowest to highest"),
+    ],
+)
+def test_how_pictures_were_read_is_said(texts, image, options, expected):
+    draw(make_report(make_query()), [image], **options)
+    assert expected in words(texts)
+
+
+def test_images_as_they_are_need_no_words(texts):
+    draw(make_report(make_query()))
+    assert not any("stretched" in text or "hatching" in text for text in words(texts))
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        make_report(make_query()),
+        make_report(make_query(label_looks_wrong=True), class_names=(LONG, LONG, LONG[::-1]), augmented=True),
+        make_report(make_query(), layers=tuple(f"encoder.layers.{i}.output.dense" * 3 for i in range(9))),
+        make_report(make_query(sample_id=10**12, loss=1.23e-9), reference="a reference of very many words " * 30),
+        make_report(make_query(harmful=(), look_alikes=())),
+        make_report(make_query(label=(0, 1, 2) * 9, prediction=())),
+        make_report(make_query(label=-1.25e-7, prediction=3e9, probability=None, dataloader_idx=3, sample_id=None)),
+        make_report(
+            make_query(harmful=(), look_alikes=()),
+            make_query(harmful=(), teachers=(InfluentialSample(10**12, 2, -1.234e-17, True),)),
+            similarity="influence",
+        ),
+        make_report(make_query(look_alikes=(), teachers=(InfluentialSample(5, 1, float("nan"), False),))),
+    ],
+    ids=[
+        "plain",
+        "long names",
+        "many layers",
+        "long words",
+        "no samples",
+        "multi-label",
+        "regression",
+        "large id",
+        "nan score",
+    ],
+)
+def test_all_text_is_large_enough_and_inside(texts, report):
+    draw(report, show_teachers=True)
+    assert min(size for _, size, *_ in texts) >= 18
+    assert min(left for *_, left, _ in texts) >= 0
+    assert max(right for *_, right in texts) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("crème brûlée", "creme brulee"),
+        ("T-shirt\n/ top", "T-shirt / top"),
+        ("日本語", "class 1"),
+        ("кот 2", "class 1"),
+        ("🚀", "class 1"),
+        ("\udc80", "class 1"),
+        ("  ", "class 1"),
+        ("3\u20135 years", "3-5 years"),
+    ],
+)
+def test_names_that_the_font_lacks(texts, name, expected):
+    draw(make_report(make_query(), class_names=("cat", name, "ship")))
+    assert expected in words(texts)
+
+
+def test_tiles_without_an_image_say_so(texts):
+    mistake_panel(make_report(make_query()), [None], {0: torch.zeros(5)})
+    assert words(texts).count("no image") == 1 + 8
+
+
+def test_the_number_of_query_images_must_fit():
+    with pytest.raises(ValueError, match=r"`query_images` has 1 entries, but the report has 2 queries.*one for each"):
+        mistake_panel(make_report(make_query(), make_query()), [None], {})
+
+
+def test_the_same_report_gives_the_same_pixels():
+    report = make_report(make_query(harmful=(True, False)))
+    np.testing.assert_array_equal(draw(report), draw(report))
+
+
+def luminance(colour):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(("colour", "contrast"), [(MARK, 3.0), (FRAME, 3.0), (DOUBT, 4.5), (INK, 4.5), (MUTED, 4.5)])
+def test_contrast_with_the_paper(colour, contrast):
+    assert (luminance(PAPER) + 0.05) / (luminance(colour) + 0.05) >= contrast
+
+
+def test_marks_stay_apart_without_green_receptors():
+    # Machado, Oliveira and Fernandes (2009), table 1, deuteranomaly of severity 1.0.
+    deuteranopia = np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]])
+    seen = [deuteranopia @ np.array(colour) for colour in (MARK, DOUBT, FRAME)]
+    assert min(np.linalg.norm(a - b) for a, b in zip(seen, [*seen[1:], seen[0]], strict=True)) > 60
+
+
+@pytest.mark.parametrize("width", [5, 40, 90, 1000])
+@pytest.mark.parametrize("bold", [False, True])
+def test_fitted_text_fits_and_is_a_beginning(width, bold):
+    fitted = fit_text(LONG, 20, width, bold)
+    assert measure_text(fitted, 20, bold) <= width
+    assert LONG.startswith(fitted.removesuffix("…"))
+
+
+def test_wrapped_lines_lose_no_word():
+    lines = wrap_text("a · few words · and more", 20, 90, max_lines=9)
+    assert " ".join(lines).replace("· ", "").split() == ["a", "few", "words", "and", "more"]
+    assert all(measure_text(line, 20) <= 90 for line in lines)
+
+
+def test_the_list_of_drawable_characters_is_true():
+    font = canvas._font(20)
+    missing = bytes(font.getmask("\ue000"))
+    assert all(bytes(font.getmask(character)) != missing for character in canvas._DRAWABLE - {" "})

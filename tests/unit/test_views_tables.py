@@ -1,0 +1,150 @@
+"""Markdown tables: class names come out of TensorBoard's own renderer as they went in."""
+
+import warnings
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from lightning_gradsim.report import InfluentialSample, QueryReport, Report, SuspectTable
+from lightning_gradsim.views.tables import MISTAKE_HEADS, SUSPECT_HEADS, mistakes_markdown, suspects_markdown
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of the html5lib inside TensorBoard
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+NASTY = [
+    "a|b",
+    "<b>bold</b>",
+    "<script>alert(1)</script>",
+    "*star* **two**",
+    "snake_case_name",
+    "`code`",
+    "back\\slash \\| end\\",
+    "[text](http://x.y)",
+    "![img](x)",
+    "&amp; &lt;",
+    "# head",
+    "~~gone~~",
+    "- item",
+    "1. item",
+    "日本語 é",
+    "$x^2$",
+    "http://x.y/z",
+    "me@x.org",
+]
+
+
+class Cells(HTMLParser):
+    """The rows of the tables of a page, each a list of cell texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.tags, self.inside = [], [], False
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in {"td", "th"}:
+            self.rows[-1].append("")
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag not in {"td", "th"}
+
+    def handle_data(self, data):
+        if self.inside:
+            self.rows[-1][-1] += data
+
+
+def render(markdown):
+    parser = Cells()
+    parser.feed(markdown_to_safe_html(markdown))
+    assert set(parser.tags) <= {"p", "table", "thead", "tbody", "tr", "th", "td"}
+    return parser.rows
+
+
+def make_report(names=("cat", "dog"), num_suspects=3, classes=True):
+    ids = torch.arange(num_suspects)
+    classed = {"suggested_labels": ids.int() * 0 + 1, "probabilities": ids * 0 + 0.875} if classes else {}
+    suspects = replace(
+        SuspectTable.empty(), sample_ids=ids + 40, scores=3.0 - ids, labels=ids.int() * 0, flagged=ids < 2
+    )
+    query = QueryReport(
+        sample_id=7,
+        dataloader_idx=0,
+        label=0,
+        prediction=1,
+        probability=0.5,
+        loss=2.25,
+        harmful=tuple(InfluentialSample(i, 1, -1.0, True) for i in range(8)),
+        label_looks_wrong=True,
+    )
+    return Report(
+        epoch=1,
+        step=10,
+        layers=("head",),
+        similarity="dot",
+        reference="3 training samples",
+        num_train_samples=3,
+        num_validation_samples=5,
+        num_errors=1,
+        queries=(query,),
+        suspects=replace(suspects, **classed),
+        class_names=names,
+    )
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_names_survive_the_renderer(name):
+    report = make_report(names=(name, "dog"))
+    assert render(suspects_markdown(report))[1][2] == name
+    assert render(mistakes_markdown(report))[1][1] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("two\nlines", "two lines"), ("\r\n\tx \u2028y", "x y"), ("nul\x00", "nul"), ("a\udc80b", "a b")],
+)
+def test_what_cannot_be_shown_becomes_a_space(name, shown):
+    assert render(suspects_markdown(make_report(names=(name, "dog"))))[1][2] == shown
+
+
+def test_suspects():
+    markdown = suspects_markdown(make_report(), limit=2)
+    assert markdown.splitlines()[0] == (
+        "Training samples by how wrong their label looks: the first 2 of 3. "
+        "For 2 of all, the model predicts another label than the given one (flagged)."
+    )
+    assert render(markdown) == [
+        list(SUSPECT_HEADS),
+        ["1", "40", "cat", "dog", "88%", "3", "yes"],
+        ["2", "41", "cat", "dog", "88%", "2", "yes"],
+    ]
+
+
+def test_suspects_without_classes():
+    assert render(suspects_markdown(make_report(names=None, classes=False)))[3] == ["3", "42", "0", "", "", "1", ""]
+
+
+def test_mistakes():
+    markdown = mistakes_markdown(make_report())
+    assert markdown.startswith("Mistakes on the validation data, 1 shown")
+    harmful = "0 (dog), 1 (dog), 2 (dog), 3 (dog)"
+    assert render(markdown) == [list(MISTAKE_HEADS), ["7", "cat", "dog", "50%", "2.25", "yes", harmful, ""]]
+
+
+def test_mistakes_limit_and_unknown_values():
+    report = make_report()
+    query = replace(report.queries[0], sample_id=None, probability=None, label=0.25, prediction=1.5)
+    rows = render(mistakes_markdown(replace(report, queries=(query,) * 5), limit=2))
+    assert len(rows) == 3
+    assert rows[1][:4] == ["", "0.25", "1.5", ""]
+
+
+def test_nothing_to_show():
+    report = replace(make_report(num_suspects=0), queries=())
+    assert suspects_markdown(report) == "No training sample was scored.\n"
+    assert mistakes_markdown(report) == "No misclassified validation sample.\n"
