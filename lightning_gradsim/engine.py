@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from lightning_gradsim.topk import TopK
 from lightning_gradsim.wrapper import PerSampleGradients
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
+
+NUM_WITNESSES = 8
+"""Closest training samples that must agree before a query's own label is called doubtful (see docs/design.md)."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def run_pass(
         LabelRangeError: If a label lies outside the classes; the samples are named.
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
-    statistics, top, num_samples = SampleStatistics(), TopK(settings.top_k), 0
+    statistics, top, num_samples = SampleStatistics(), TopK(max(settings.top_k, NUM_WITNESSES)), 0
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         queries = _prepare_queries(module, adapter, query_batches, gradients, forward_context)
         for ids, batch in train_batches:
@@ -128,7 +131,7 @@ def run_pass(
             num_samples += len(ids)
         names = gradients.names
     suspects = statistics.compute()
-    reports = {} if queries is None else dict(_query_reports(queries, top, suspects))
+    reports = {} if queries is None else dict(_query_reports(queries, top, suspects, settings.top_k))
     return PassResult(names, reports, suspects, queries is not None and queries.has_teachers, num_samples)
 
 
@@ -165,7 +168,7 @@ def _prepare_queries(
 
 
 def _scores(queries: _QuerySide, train: Mapping[str, OuterFactors], norms: Tensor, similarity: Similarity) -> Tensor:
-    """Rows to be maximised: harmful, look-alikes, teachers; ``[2 M, B]`` or ``[3 M, B]``."""
+    """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
     products = torch.stack([dot(factors, train[name]) for name, factors in queries.factors.items()]).sum(0)
     num_queries = len(queries.positions)
     given, given_norms = products[:num_queries], queries.squared_norms[:num_queries]
@@ -174,49 +177,49 @@ def _scores(queries: _QuerySide, train: Mapping[str, OuterFactors], norms: Tenso
         compute_similarity("cosine", given, given_norms, norms),
     ]
     if queries.has_teachers:
-        predicted_norms = queries.squared_norms[num_queries:]
-        rows.append(compute_similarity(similarity, products[num_queries:], predicted_norms, norms))
+        predicted, predicted_norms = products[num_queries:], queries.squared_norms[num_queries:]
+        rows += [
+            compute_similarity(similarity, predicted, predicted_norms, norms),
+            compute_similarity("cosine", predicted, predicted_norms, norms),
+        ]
     return torch.cat(rows)
 
 
-def _query_reports(queries: _QuerySide, top: TopK, suspects: SuspectTable) -> Iterator[tuple[int, QueryReport]]:
+def _query_reports(
+    queries: _QuerySide, top: TopK, suspects: SuspectTable, top_k: int
+) -> Iterator[tuple[int, QueryReport]]:
     scores, ids = (values.cpu() for values in top.compute())
     labels = labels_of(suspects, ids.unique().tolist())
     num_queries = len(queries.positions)
     for row, (position, report) in enumerate(zip(queries.positions, queries.reports, strict=True)):
-
-        def samples(
-            part: int, sign: int, row: int = row, report: QueryReport = report
-        ) -> tuple[InfluentialSample, ...]:
-            place = part * num_queries + row
-            if place >= len(scores):
-                return ()
-            return tuple(
-                InfluentialSample(sample_id, labels[sample_id], sign * score, labels[sample_id] == report.prediction)
+        lists = [
+            tuple(
+                InfluentialSample(sample_id, labels[sample_id], score, labels[sample_id] == report.prediction)
                 for sample_id, score in zip(ids[place].tolist(), scores[place].tolist(), strict=True)
                 if score > 0  # an opponent opposes and a proponent supports, however few samples there are
             )
-
-        look_alikes = samples(1, +1)
+            for place in range(row, len(scores), num_queries)
+        ]
+        harmful, look_alikes, *for_prediction = lists
+        teachers, predicted_look_alikes = for_prediction or ((), ())
         yield (
             position,
-            QueryReport(
-                report.sample_id,
-                report.dataloader_idx,
-                report.label,
-                report.prediction,
-                report.probability,
-                report.loss,
-                harmful=samples(0, -1),
-                look_alikes=look_alikes,
-                teachers=samples(2, +1),
-                label_looks_wrong=_looks_wrong(look_alikes),
+            replace(
+                report,
+                harmful=tuple(replace(sample, score=-sample.score) for sample in harmful[:top_k]),
+                look_alikes=look_alikes[:top_k],
+                teachers=teachers[:top_k],
+                label_looks_wrong=_looks_wrong(look_alikes, predicted_look_alikes),
             ),
         )
 
 
-def _looks_wrong(look_alikes: Sequence[InfluentialSample]) -> bool:
-    return 2 * sum(sample.label_is_prediction for sample in look_alikes) > len(look_alikes)
+def _looks_wrong(given: Sequence[InfluentialSample], predicted: Sequence[InfluentialSample]) -> bool:
+    """Whether the closest samples, whichever of the two labels is right, all carry the predicted one."""
+    if len(predicted) < NUM_WITNESSES:
+        return False
+    closest = sorted([*given, *predicted], key=lambda sample: (-sample.score, sample.sample_id))[:NUM_WITNESSES]
+    return all(sample.label_is_prediction for sample in closest)
 
 
 def _without_lists(step: Step, row: int) -> QueryReport:
