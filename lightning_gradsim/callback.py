@@ -19,11 +19,11 @@ from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.errors import GradSimWarning
 from lightning_gradsim.explanation import Reference, collect_pictures, compute_report, make_reference
-from lightning_gradsim.guard import evaluating
+from lightning_gradsim.guard import evaluating, is_compiled
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
-from lightning_gradsim.loss_check import LossCheck
+from lightning_gradsim.loss_check import UNCHECKED, LossCheck
 from lightning_gradsim.losses import LossFunction
-from lightning_gradsim.queries import QUERY_POLICIES, QueryPolicy, QuerySelection
+from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection
 from lightning_gradsim.report import Report
 from lightning_gradsim.rules import find_rule
 from lightning_gradsim.scores import SIMILARITIES, Similarity
@@ -183,7 +183,7 @@ class GradSimCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the place in the epoch; on the first steps, watch the outputs for the loss check."""
         self._batch_idx = batch_idx
-        if self._loss_check.is_open and self._is_active and not hasattr(pl_module, "gradsim_step"):
+        if self._loss_check.is_open and self._is_active and self._may_watch(pl_module):
             self._loss_check.begin_step(pl_module)
 
     def on_train_batch_end(
@@ -255,7 +255,7 @@ class GradSimCallback(Callback):
             run = bridge.run_context(trainer, pl_module)
             if self._reference is None:
                 self._reference = make_reference(self._source, self.adapter, self.max_train_samples, self.seed)
-            report = compute_report(pl_module, self.adapter, selection, self._reference, self.settings, run)
+            report, kept = compute_report(pl_module, self.adapter, selection, self._reference, self.settings, run)
             own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
             self.report = report = replace(
                 report,
@@ -267,7 +267,7 @@ class GradSimCallback(Callback):
                 time_share=self._clock.share(),
             )
             self._failures = 0
-            self._publish(trainer, report, selection)
+            self._publish(trainer, report, kept)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
@@ -289,6 +289,12 @@ class GradSimCallback(Callback):
         is_epoch = (trainer.current_epoch + 1) % self.every_n_epochs == 0
         return is_epoch and bridge.is_last_validation_of_epoch(trainer, self._batch_idx)
 
+    def _may_watch(self, module: LightningModule) -> bool:
+        # A hook inside a compiled module would change what the compiler fuses, and with it the training.
+        if is_compiled(module):
+            self._loss_check.gap = f"{UNCHECKED}: the module is compiled"
+        return not is_compiled(module) and not hasattr(module, "gradsim_step")
+
     def _check_module(self, module: LightningModule) -> None:
         for name in select_layers(module, self.settings.layers):
             find_rule(name or type(module).__name__, module.get_submodule(name))
@@ -300,10 +306,10 @@ class GradSimCallback(Callback):
             make_reader(source)  # raises now for data that could not be read after a whole epoch
             self._source, self._reference = source, None
 
-    def _publish(self, trainer: Trainer, report: Report, selection: QuerySelection) -> None:
+    def _publish(self, trainer: Trainer, report: Report, kept: Sequence[Query]) -> None:
         assert self._reference is not None
         readers = {i: make_reader(each) for i, each in enumerate(self._loaders) if self._ids[i] is not None}
-        query_images, train_images = collect_pictures(report, selection.queries, self._reference, readers)
+        query_images, train_images = collect_pictures(report, kept, self._reference, readers)
         panel = mistake_panel(
             report, query_images, train_images, show_teachers=self.show_teachers, mean=self.mean, std=self.std
         )

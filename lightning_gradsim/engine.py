@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def run_pass(
             except LabelRangeError as error:
                 raise LabelRangeError(f"In the batch of training samples {ids.tolist()}: {error}") from error
             train = gradients.factors(step.losses)
-            norms = torch.stack([squared_norms(factors) for factors in train.values()]).sum(0)
+            norms = _total(squared_norms(factors) for factors in train.values())
             if queries is not None:
                 top.update(_scores(queries, train, norms, settings.similarity), ids.to(norms.device))
             has_classes = step.task is not Task.REGRESSION
@@ -163,13 +164,13 @@ def _prepare_queries(
     has_teachers = len(predicted) == len(given)
     parts = given + predicted if has_teachers else given
     factors = {name: concatenate_samples([part[name] for part in parts]) for name in parts[0]}
-    norms = torch.stack([squared_norms(layer_factors) for layer_factors in factors.values()]).sum(0)
+    norms = _total(squared_norms(layer_factors) for layer_factors in factors.values())
     return _QuerySide(positions, reports, factors, norms, has_teachers)
 
 
 def _scores(queries: _QuerySide, train: Mapping[str, OuterFactors], norms: Tensor, similarity: Similarity) -> Tensor:
     """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
-    products = torch.stack([dot(factors, train[name]) for name, factors in queries.factors.items()]).sum(0)
+    products = _total(dot(factors, train[name]) for name, factors in queries.factors.items())
     num_queries = len(queries.positions)
     given, given_norms = products[:num_queries], queries.squared_norms[:num_queries]
     rows = [
@@ -232,6 +233,10 @@ def _without_lists(step: Step, row: int) -> QueryReport:
         probability=None if outcome.probabilities is None else float(outcome.probabilities[row]),
         loss=float(step.losses[row].detach()),
     )
+
+
+def _total(per_layer: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, per_layer)
 
 
 def _rows(factors: Mapping[str, OuterFactors], rows: Tensor) -> dict[str, OuterFactors]:
