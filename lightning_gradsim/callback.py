@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,8 +15,8 @@ from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import copy_batch
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.errors import GradSimWarning
 from lightning_gradsim.explanation import Reference, collect_pictures, compute_report, make_reference
+from lightning_gradsim.failures import Failures
 from lightning_gradsim.guard import evaluating, is_compiled
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
 from lightning_gradsim.loss_check import UNCHECKED, LossCheck
@@ -27,12 +25,11 @@ from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QueryS
 from lightning_gradsim.report import Report
 from lightning_gradsim.rules import find_rule
 from lightning_gradsim.scores import SIMILARITIES, Similarity
-from lightning_gradsim.sinks import append_text, save_png_atomically, write_report_files, write_tensorboard
+from lightning_gradsim.sinks import save_png_atomically, write_report_files, write_tensorboard
 from lightning_gradsim.train_pass import is_in_order, make_reader, sample_ids
 from lightning_gradsim.views import mistake_panel
 
 STATE_VERSION = 1
-MAX_FAILURES = 3
 
 
 class GradSimCallback(Callback):
@@ -137,8 +134,7 @@ class GradSimCallback(Callback):
         self._ids: dict[int, Tensor | None] = {}
         self._num_seen: dict[int, int] = {}
         self._batch_idx = -1
-        self._failures = 0
-        self._said: set[str] = set()
+        self._failures = Failures(type(self).__name__)
 
     @staticmethod
     def available_layers(module: nn.Module) -> list[str]:
@@ -159,12 +155,12 @@ class GradSimCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values only."""
-        return {"version": STATE_VERSION, "seconds": self._clock.seconds, "failures": self._failures}
+        return {"version": STATE_VERSION, "seconds": self._clock.seconds, "failures": self._failures.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what an earlier run saved; missing entries keep their values."""
-        self._clock.seconds = float(state_dict.get("seconds", 0.0))
-        self._failures = int(state_dict.get("failures", 0))
+        self._clock.carry_over(float(state_dict.get("seconds", 0.0)))
+        self._failures.in_a_row = int(state_dict.get("failures", 0))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that are not supported."""
@@ -183,7 +179,7 @@ class GradSimCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the place in the epoch; on the first steps, watch the outputs for the loss check."""
         self._batch_idx = batch_idx
-        if self._loss_check.is_open and self._is_active and self._may_watch(pl_module):
+        if self._loss_check.is_open and not self._failures.are_too_many and self._may_watch(pl_module):
             self._loss_check.begin_step(pl_module)
 
     def on_train_batch_end(
@@ -197,7 +193,7 @@ class GradSimCallback(Callback):
             self._loss_check.end_step(self.adapter, batch, returned)
         self._loss_check.remove()
         if self._loss_check.difference is not None:
-            self._warn_once(self._loss_check.difference)
+            self._failures.warn_once(self._loss_check.difference)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to collect queries, if this validation is one to look at."""
@@ -211,7 +207,7 @@ class GradSimCallback(Callback):
         if self._source is None:
             self._set_source(None)
         if self._source is None:
-            self._warn_once(
+            self._failures.warn_once(
                 "there is no training data to compare with in `trainer.validate`. Pass `train_data=`, or validate "
                 "after `fit` with the same callback"
             )
@@ -264,10 +260,10 @@ class GradSimCallback(Callback):
                 class_names=tuple(self.class_names) if self.class_names is not None else report.class_names,
                 notes=(*report.notes, *own_notes),
                 seconds=self._clock.validation_seconds,
-                time_share=self._clock.share(),
+                time_share=self._clock.share,
             )
-            self._failures = 0
             self._publish(trainer, report, kept)
+            self._failures.in_a_row = 0
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
@@ -277,12 +273,8 @@ class GradSimCallback(Callback):
         """Leave nothing behind."""
         self._clear()
 
-    @property
-    def _is_active(self) -> bool:
-        return self._failures < MAX_FAILURES
-
     def _is_due(self, trainer: Trainer) -> bool:
-        if trainer.sanity_checking or not self._is_active:
+        if trainer.sanity_checking or self._failures.are_too_many:
             return False
         if trainer.state.fn != "fit":
             return True
@@ -316,13 +308,15 @@ class GradSimCallback(Callback):
         directory = bridge.output_directory(trainer, self.name)
         if bridge.is_trial_run(trainer):
             return
-        seconds, share = self._clock.validation_seconds, self._clock.share()
+        seconds, share = self._clock.validation_seconds, self._clock.share  # now with what drawing took
         self.report = report = replace(report, seconds=seconds, time_share=share)
         write_report_files(report, directory)
         save_png_atomically(panel, directory / "mistakes.png")
         writers = bridge.tensorboard_writers(trainer)
         if not writers:
-            self._warn_once(f"no logger takes pictures: the report is in `{directory}` and in `callback.report`")
+            self._failures.warn_once(
+                f"no logger takes pictures: the report is in `{directory}` and in `callback.report`"
+            )
         for writer in writers:
             write_tensorboard(writer, report, panel, self.name)
 
@@ -335,29 +329,8 @@ class GradSimCallback(Callback):
         except Exception as error:
             if self.on_error == "raise" or bridge.is_trial_run(trainer):
                 raise
-            self._failures += 1
-            self._report_failure(trainer, what, error)
-
-    def _report_failure(self, trainer: Trainer, what: str, error: Exception) -> None:
-        path = bridge.output_directory(trainer, self.name) / "errors.log"
-        try:
-            append_text(path, f"epoch {trainer.current_epoch}, {what}:\n{''.join(traceback.format_exception(error))}\n")
-            where = f"The traceback is in `{path}`"
-        except OSError as failure:
-            where = f"The traceback could not be written to `{path}` ({failure})"
-        consequence = "Training goes on; this validation is not scored."
-        if not self._is_active:
-            consequence = f"Training goes on; after {MAX_FAILURES} failures in a row the callback stops."
-        warnings.warn(
-            f"`{type(self).__name__}` failed in {what}: {type(error).__name__}: {error} {where}. {consequence}",
-            GradSimWarning,
-            stacklevel=2,
-        )
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            warnings.warn(f"`{type(self).__name__}`: {message}.", GradSimWarning, stacklevel=2)
+            log = bridge.output_directory(trainer, self.name) / "errors.log"
+            self._failures.record(f"{what} of epoch {trainer.current_epoch}", error, log)
 
     def _clear(self) -> None:
         self._selection = None
