@@ -28,7 +28,7 @@ class Clock:
 
     @property
     def share(self) -> float | None:
-        """Seconds of work since ``start_run`` over the seconds of everything else, in [0, inf); ``None`` outside a run."""
+        """Seconds of work since ``start_run`` over those of everything else, in [0, inf); ``None`` outside a run."""
         if self._run_begin is None:
             return None
         began, seconds_before = self._run_begin
