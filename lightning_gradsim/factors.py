@@ -36,6 +36,21 @@ class OuterFactors:
     output_grads: Tensor
     bias: bool
 
+    @classmethod
+    def from_gradients(cls, parts: Sequence[Tensor]) -> OuterFactors:
+        """Per-sample gradients that are materialised already, in the same form.
+
+        They act as the gradients of a bias: one shared position, one channel group, one output feature a parameter.
+
+        Args:
+            parts: Gradients by parameter, each ``[n, ...]``, in the order of the layer's parameters.
+
+        Returns:
+            Factors without activations.
+        """
+        flat = [part.flatten(1) for part in parts]
+        return cls(None, (flat[0] if len(flat) == 1 else torch.cat(flat, dim=1))[:, None, None], bias=True)
+
     @property
     def num_samples(self) -> int:
         """Number of samples ``n``."""
