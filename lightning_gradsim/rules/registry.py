@@ -8,13 +8,13 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from lightning_gradsim.errors import UnsupportedLayerError
-from lightning_gradsim.factors import OuterFactors
+from lightning_gradsim.factors import Factors
 
 
 class Rule(Protocol):
     """A pure function that brings one call of a layer into the canonical layout."""
 
-    def __call__(self, layer: nn.Module, activations: Tensor, output_grads: Tensor, /) -> OuterFactors:
+    def __call__(self, layer: nn.Module, activations: Tensor, output_grads: Tensor, /) -> Factors:
         """Factors of one call.
 
         Args:

@@ -1,107 +1,24 @@
-"""Per-sample gradients of one layer as factors, and exact products of them that need no gradient.
-
-Canonical layout, for every kind of layer: activations ``[n, t, g, i]`` and output grads ``[n, t, g, o]``.
-
-Index key: ``n`` / ``m`` sample (training / query), ``t`` / ``s`` shared position (token, pixel; 1 if there is none),
-``g`` channel group, ``i`` input feature, ``o`` output feature.
-
-The gradient of sample ``n`` for the layer's weight is ``sum_t output_grads[n, t, g, o] * activations[n, t, g, i]``.
-"""
+"""Products and norms of per-sample gradients, by the way that takes the fewest operations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from lightning_gradsim.factors.indexed import IndexedFactors, indexed_dot, indexed_squared_norms
+from lightning_gradsim.factors.outer import OuterFactors
+
+Factors = OuterFactors | IndexedFactors
+"""What a rule may return."""
 
 MAX_INTERMEDIATE = 2**24
 """Elements of one intermediate tensor (64 MiB in float32): larger products are computed in chunks of samples."""
 
 
-@dataclass(frozen=True, eq=False)
-class OuterFactors:
-    """The per-sample gradients of one layer, as the pair whose contraction over ``t`` they are.
-
-    Attributes:
-        activations: Layer inputs ``[n, t, g, i]``, or ``None`` where the weight is frozen or absent.
-        output_grads: Gradients of each sample's loss by the layer's output, ``[n, t, g, o]``.
-        bias: Whether a trainable bias takes part; it acts as one more input feature that is always 1.
-    """
-
-    activations: Tensor | None
-    output_grads: Tensor
-    bias: bool
-
-    @classmethod
-    def from_gradients(cls, parts: Sequence[Tensor]) -> OuterFactors:
-        """Per-sample gradients that are materialised already, in the same form.
-
-        They act as the gradients of a bias: one shared position, one channel group, one output feature a parameter.
-
-        Args:
-            parts: Gradients by parameter, each ``[n, ...]``, in the order of the layer's parameters.
-
-        Returns:
-            Factors without activations.
-        """
-        flat = [part.flatten(1) for part in parts]
-        return cls(None, (flat[0] if len(flat) == 1 else torch.cat(flat, dim=1))[:, None, None], bias=True)
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples ``n``."""
-        return self.output_grads.shape[0]
-
-    @property
-    def num_positions(self) -> int:
-        """Number of shared positions ``t``."""
-        return self.output_grads.shape[1]
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters that the gradient covers."""
-        _, _, groups, outputs = self.output_grads.shape
-        return groups * outputs * self._num_inputs
-
-    @property
-    def _num_inputs(self) -> int:
-        return (0 if self.activations is None else self.activations.shape[-1]) + self.bias
-
-    @cached_property
-    def gradients(self) -> Tensor:
-        """Materialised per-sample gradients ``[n, g, o, i]``, the bias as the last ``i``; same dtype as the factors."""
-        by_output = self.output_grads.permute(0, 2, 3, 1)  # [n, g, o, t]
-        parts = []
-        if self.activations is not None:
-            parts.append(by_output @ self.activations.transpose(1, 2))
-        if self.bias:
-            parts.append(by_output.sum(-1, keepdim=True))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def samples(self, index: slice | Tensor) -> OuterFactors:
-        """The factors of some samples: a slice (no copy) or indices, int64."""
-        activations = None if self.activations is None else self.activations[index]
-        return OuterFactors(activations, self.output_grads[index], self.bias)
-
-    def unused(self, num_samples: int) -> OuterFactors:
-        """Factors of the same layer for samples that did not pass through it: no positions, hence zero gradients."""
-        groups, outputs = self.output_grads.shape[2:]
-        activations = None
-        if self.activations is not None:
-            activations = self.activations.new_zeros(num_samples, 0, groups, self.activations.shape[-1])
-        return OuterFactors(activations, self.output_grads.new_zeros(num_samples, 0, groups, outputs), self.bias)
-
-    def to(self, *, dtype: torch.dtype) -> OuterFactors:
-        """The same factors in another dtype."""
-        activations = None if self.activations is None else self.activations.to(dtype)
-        return OuterFactors(activations, self.output_grads.to(dtype), self.bias)
-
-
-def concatenate_positions(parts: Sequence[OuterFactors]) -> OuterFactors:
+def concatenate_positions(parts: Sequence[Factors]) -> Factors:
     """Factors of a layer that was called several times: the calls side by side along ``t``.
 
     Contracting over the joined ``t`` sums the calls' gradients, so all cross terms come out right by themselves.
@@ -112,17 +29,10 @@ def concatenate_positions(parts: Sequence[OuterFactors]) -> OuterFactors:
     Returns:
         Factors with ``t`` the sum of the parts' positions.
     """
-    if len(parts) == 1:
-        return parts[0]
-    activations = [part.activations for part in parts if part.activations is not None]
-    return OuterFactors(
-        torch.cat(activations, dim=1) if activations else None,
-        torch.cat([part.output_grads for part in parts], dim=1),
-        parts[0].bias,
-    )
+    return parts[0] if len(parts) == 1 else type(parts[0]).concatenate_positions(parts)  # type: ignore[arg-type]
 
 
-def concatenate_samples(parts: Sequence[OuterFactors]) -> OuterFactors:
+def concatenate_samples(parts: Sequence[Factors]) -> Factors:
     """Factors of several batches of one layer, in order; shorter ones are padded with zero positions.
 
     A position whose output gradient is zero adds nothing to any product, so padding is exact.
@@ -133,22 +43,10 @@ def concatenate_samples(parts: Sequence[OuterFactors]) -> OuterFactors:
     Returns:
         Factors with ``n`` the sum of the parts' samples and ``t`` the longest of theirs.
     """
-    if len(parts) == 1:
-        return parts[0]
-    length = max(part.num_positions for part in parts)
-
-    def pad(tensor: Tensor) -> Tensor:
-        return F.pad(tensor, (0, 0, 0, 0, 0, length - tensor.shape[1]))
-
-    activations = [pad(part.activations) for part in parts if part.activations is not None]
-    return OuterFactors(
-        torch.cat(activations) if activations else None,
-        torch.cat([pad(part.output_grads) for part in parts]),
-        parts[0].bias,
-    )
+    return parts[0] if len(parts) == 1 else type(parts[0]).concatenate_samples(parts)  # type: ignore[arg-type]
 
 
-def dot(queries: OuterFactors, train: OuterFactors, *, max_intermediate: int = MAX_INTERMEDIATE) -> Tensor:
+def dot(queries: Factors, train: Factors, *, max_intermediate: int = MAX_INTERMEDIATE) -> Tensor:
     """Dot products of the per-sample gradients of two sets of samples.
 
     By the Gram identity ``<G_m, G_n> = sum_ts (a_mt . a_ns)(b_mt . b_ns)``, or by materialised gradients, whichever
@@ -165,6 +63,9 @@ def dot(queries: OuterFactors, train: OuterFactors, *, max_intermediate: int = M
     Source:
         Goodfellow (2015), "Efficient per-example gradient computations", arXiv:1510.01799, for the norms.
     """
+    if isinstance(queries, IndexedFactors) or isinstance(train, IndexedFactors):
+        assert isinstance(queries, IndexedFactors) and isinstance(train, IndexedFactors)  # one layer has one kind
+        return indexed_dot(queries, train, max_intermediate)
     if uses_gram(queries, train):
         per_sample = queries.num_samples * queries.num_positions * train.num_positions * train.output_grads.shape[2]
         product = _gram
@@ -178,7 +79,7 @@ def dot(queries: OuterFactors, train: OuterFactors, *, max_intermediate: int = M
     return torch.cat([product(queries, train.samples(slice(start, start + chunk))) for start in starts], dim=1)
 
 
-def squared_norms(factors: OuterFactors, *, max_intermediate: int = MAX_INTERMEDIATE) -> Tensor:
+def squared_norms(factors: Factors, *, max_intermediate: int = MAX_INTERMEDIATE) -> Tensor:
     """Squared norms of the per-sample gradients.
 
     Args:
@@ -191,8 +92,10 @@ def squared_norms(factors: OuterFactors, *, max_intermediate: int = MAX_INTERMED
     Source:
         Goodfellow (2015), arXiv:1510.01799; over positions as in Li et al. (2022), arXiv:2110.05679, section 4.
     """
+    if isinstance(factors, IndexedFactors):
+        return indexed_squared_norms(factors)
     positions, groups, outputs = factors.output_grads.shape[1:]
-    inputs = factors._num_inputs
+    inputs = factors.num_inputs
     if positions == 1:
         grads = factors.output_grads[:, 0]  # [n, g, o]
         scale: Tensor | int = int(factors.bias)
@@ -219,7 +122,7 @@ def uses_gram(queries: OuterFactors, train: OuterFactors) -> bool:
     Returns:
         ``True`` for ``gram``, ``False`` for ``materialise``.
     """
-    outputs, inputs = train.output_grads.shape[-1], train._num_inputs
+    outputs, inputs = train.output_grads.shape[-1], train.num_inputs
     pairs = queries.num_samples * train.num_samples
     gram = pairs * queries.num_positions * train.num_positions * (inputs + outputs)
     materialise = (train.num_samples * train.num_positions + pairs) * inputs * outputs

@@ -54,10 +54,11 @@ class OuterFactors:
     def num_parameters(self) -> int:
         """Number of parameters that the gradient covers."""
         _, _, groups, outputs = self.output_grads.shape
-        return groups * outputs * self._num_inputs
+        return groups * outputs * self.num_inputs
 
     @property
-    def _num_inputs(self) -> int:
+    def num_inputs(self) -> int:
+        """Number of input features, the ones of the bias included."""
         return (0 if self.activations is None else self.activations.shape[-1]) + self.bias
 
     @cached_property
@@ -70,6 +71,11 @@ class OuterFactors:
         if self.bias:
             parts.append(by_output.sum(-1, keepdim=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def summed(self) -> OuterFactors:
+        """The sum over samples, as one sample with all positions."""
+        activations = None if self.activations is None else self.activations.flatten(0, 1)[None]
+        return OuterFactors(activations, self.output_grads.flatten(0, 1)[None], self.bias)
 
     def samples(self, index: slice | Tensor) -> OuterFactors:
         """The factors of some samples: a slice (no copy) or indices, int64."""
@@ -88,3 +94,22 @@ class OuterFactors:
         """The same factors in another dtype."""
         activations = None if self.activations is None else self.activations.to(dtype)
         return OuterFactors(activations, self.output_grads.to(dtype), self.bias)
+
+    @staticmethod
+    def concatenate_positions(parts: Sequence[OuterFactors]) -> OuterFactors:
+        """Several calls of one layer side by side along ``t``."""
+        activations = [part.activations for part in parts if part.activations is not None]
+        grads = torch.cat([part.output_grads for part in parts], dim=1)
+        return OuterFactors(torch.cat(activations, dim=1) if activations else None, grads, parts[0].bias)
+
+    @staticmethod
+    def concatenate_samples(parts: Sequence[OuterFactors]) -> OuterFactors:
+        """Several batches of one layer, in order; shorter ones are padded with zero positions, which is exact."""
+        length = max(part.num_positions for part in parts)
+
+        def pad(tensor: Tensor) -> Tensor:
+            return F.pad(tensor, (0, 0, 0, 0, 0, length - tensor.shape[1]))
+
+        activations = [pad(part.activations) for part in parts if part.activations is not None]
+        grads = torch.cat([pad(part.output_grads) for part in parts])
+        return OuterFactors(torch.cat(activations) if activations else None, grads, parts[0].bias)
