@@ -19,6 +19,7 @@ class Clock:
         self.seconds = 0.0
         self.validation_seconds = 0.0
         self._started: float | None = None
+        self._begun = 0.0
         self._seconds_at_start = 0.0
 
     def start_run(self) -> None:
@@ -40,27 +41,27 @@ class Clock:
         Yields:
             Nothing.
         """
-        begin = time.perf_counter()
+        self._begun = time.perf_counter()
         try:
             yield
         finally:
-            self._add(time.perf_counter() - begin)
+            self.lap()
 
-    def share(self, pending: float = 0.0) -> float | None:
+    def lap(self) -> None:
+        """Count the work at hand up to now, for a report that is made inside of it."""
+        now = time.perf_counter()
+        self.seconds += now - self._begun
+        self.validation_seconds += now - self._begun
+        self._begun = now
+
+    def share(self) -> float | None:
         """Seconds of our work since the begin of training over the seconds of everything else, in [0, inf).
-
-        Args:
-            pending: Seconds of work that are not counted yet.
 
         Returns:
             The share, or ``None`` outside of training.
         """
         if self._started is None:
             return None
-        ours = self.seconds + pending - self._seconds_at_start
+        ours = self.seconds - self._seconds_at_start
         others = time.perf_counter() - self._started - ours
         return ours / others if others > 0 else None
-
-    def _add(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.validation_seconds += seconds

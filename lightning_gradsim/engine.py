@@ -164,6 +164,11 @@ def _prepare_queries(
     parts = given + predicted if has_teachers else given
     factors = {name: concatenate_samples([part[name] for part in parts]) for name in parts[0]}
     norms = torch.stack([squared_norms(layer_factors) for layer_factors in factors.values()]).sum(0)
+    if not bool(norms.isfinite().all()):
+        raise NonFiniteError(
+            "The gradient of a query is not finite, although its loss is. Nothing is scored. Check the layers above "
+            f"{', '.join(f'`{name}`' for name in factors)} in eval mode."
+        )
     return _QuerySide(positions, reports, factors, norms, has_teachers)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gradsim.errors import GradSimError, LayerSelectionError, SampleMixingError
+from lightning_gradsim.errors import GradSimError, LayerSelectionError, LossError, SampleMixingError
 from lightning_gradsim.factors import OuterFactors, concatenate_positions, squared_norms
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
 from lightning_gradsim.rules import Rule, find_rule
@@ -130,6 +130,7 @@ class PerSampleGradients:
             LayerSelectionError: If a chosen layer was not called or ran without gradients on the first batch.
             SampleMixingError: If rows of samples cannot be told apart, or a loss depends on other samples.
             GradSimError: If the factors do not sum to autograd's gradient, or an activation was changed in place.
+            LossError: If the losses have no graph.
         """
         if losses.ndim != 1:
             raise SampleMixingError(
@@ -215,6 +216,11 @@ class PerSampleGradients:
                     "`layers`."
                 )
             self._check_sharing(name, layers)
+        if not losses.requires_grad:
+            raise LossError(
+                "`losses` has no graph, so there is no gradient. 1. The outputs were detached. 2. The layers above run "
+                'under "no_grad" in the forward pass. Compute the losses from the outputs as they are.'
+            )
         self._check_uncalled(losses, layers)
         self._unwatch()
         self._watch({name: layers[name] for name in self.names})
@@ -248,17 +254,22 @@ class PerSampleGradients:
         self.names = tuple(name for name in self.names if name not in uncalled)
 
     def _check_rows(self, losses: Tensor, calls: Sequence[tuple[str, _Call]]) -> None:
-        only_first = torch.zeros_like(losses)
-        only_first[0] = 1
-        for (name, _), grads in zip(calls, _output_grads(losses, only_first, calls, retain=True), strict=True):
-            if grads is not None and bool(grads[1:].any()):
+        # The sample of highest loss: an ignored one has no gradient, by which mixing would show.
+        row = int(losses.detach().nan_to_num(0.0, 0.0, 0.0).argmax())
+        others = torch.arange(len(losses), device=losses.device) != row
+        only_one = (~others).to(losses.dtype)
+        for (name, _), grads in zip(calls, _output_grads(losses, only_one, calls, retain=True), strict=True):
+            if grads is None:
+                continue
+            self._rows_are_checked = self._rows_are_checked or bool(grads[row].any())
+            # Not-a-number passes: the engine names the samples that caused it.
+            if bool((grads[others].abs() > 0).any()):
                 raise SampleMixingError(
                     f"The loss of one sample depends on other rows of the output of layer `{name}`. 1. The batch is "
                     "not the first dimension there. 2. A layer above mixes samples (BatchNorm without running "
                     "statistics, a contrastive loss). Such a sample has no gradient of its own. Choose a layer above "
                     "it."
                 )
-        self._rows_are_checked = True
 
     def _one_call(self, name: str, call: _Call, grads: Tensor | None) -> OuterFactors:
         if grads is None:  # the losses do not depend on this output
