@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,22 +17,21 @@ from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import copy_batch
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.errors import GradSimWarning
-from lightning_gradsim.explanation import Reference, collect_pictures, compute_report, make_reference
-from lightning_gradsim.guard import evaluating
+from lightning_gradsim.explanation import AUGMENTED, Reference, collect_pictures, compute_report, make_reference
+from lightning_gradsim.failures import MAX_FAILURES, Failures
+from lightning_gradsim.guard import evaluating, is_compiled
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
-from lightning_gradsim.loss_check import LossCheck
+from lightning_gradsim.loss_check import UNCHECKED, LossCheck
 from lightning_gradsim.losses import LossFunction
-from lightning_gradsim.queries import QUERY_POLICIES, QueryPolicy, QuerySelection
+from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection
 from lightning_gradsim.report import Report
 from lightning_gradsim.rules import find_rule
 from lightning_gradsim.scores import SIMILARITIES, Similarity
-from lightning_gradsim.sinks import append_text, save_png_atomically, write_report_files, write_tensorboard
+from lightning_gradsim.sinks import save_png_atomically, write_report_files, write_tensorboard
 from lightning_gradsim.train_pass import is_in_order, make_reader, sample_ids
 from lightning_gradsim.views import mistake_panel
 
 STATE_VERSION = 1
-MAX_FAILURES = 3
 
 
 class GradSimCallback(Callback):
@@ -142,8 +139,7 @@ class GradSimCallback(Callback):
         self._ids: dict[int, Tensor | None] = {}
         self._num_seen: dict[int, int] = {}
         self._batch_idx = -1
-        self._failures = 0
-        self._said: set[str] = set()
+        self._failures = Failures(type(self).__name__)
 
     @staticmethod
     def available_layers(module: nn.Module) -> list[str]:
@@ -164,17 +160,17 @@ class GradSimCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values only."""
-        return {"version": STATE_VERSION, "seconds": self._clock.seconds, "failures": self._failures}
+        return {"version": STATE_VERSION, "seconds": self._clock.seconds, "failures": self._failures.in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what an earlier run saved; missing entries keep their values."""
-        self._clock.seconds = float(state_dict.get("seconds", 0.0))
-        self._failures = int(state_dict.get("failures", 0)) % MAX_FAILURES  # one that has stopped tries again
+        self._clock.carry_over(float(state_dict.get("seconds", 0.0)))
+        self._failures.in_a_row = int(state_dict.get("failures", 0)) % MAX_FAILURES  # one that has stopped tries again
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that are not supported; a callback that has stopped tries again in a new run."""
         bridge.check_strategy(trainer, type(self).__name__)
-        self._failures = 0
+        self._failures.in_a_row = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what depends on the module."""
@@ -189,7 +185,7 @@ class GradSimCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the place in the epoch; on the first steps, watch the outputs for the loss check."""
         self._batch_idx = batch_idx
-        if self._loss_check.is_open and self._is_active and not hasattr(pl_module, "gradsim_step"):
+        if self._loss_check.is_open and not self._failures.are_too_many and self._may_watch(pl_module):
             self._loss_check.begin_step(pl_module)
 
     def on_train_batch_end(
@@ -203,7 +199,7 @@ class GradSimCallback(Callback):
             self._loss_check.end_step(self.adapter, batch, returned)
         self._loss_check.remove()
         if self._loss_check.difference is not None:
-            self._warn_once(self._loss_check.difference)
+            self._failures.warn_once(self._loss_check.difference)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to collect queries, if this validation is one to look at."""
@@ -217,7 +213,7 @@ class GradSimCallback(Callback):
         if self._source is None:
             self._set_source(None)
         if self._source is None:
-            self._warn_once(
+            self._failures.warn_once(
                 "there is no training data to compare with in `trainer.validate`. Pass `train_data=`, or validate "
                 "after `fit` with the same callback"
             )
@@ -262,8 +258,9 @@ class GradSimCallback(Callback):
             if self._reference is None:
                 trial = bridge.num_trial_batches(trainer)
                 self._reference = make_reference(self._source, self.adapter, self.max_train_samples, self.seed, trial)
-            report = compute_report(pl_module, self.adapter, selection, self._reference, self.settings, run)
-            self._clock.lap()
+                if self._reference.augmented:
+                    self._failures.warn_once(AUGMENTED)
+            report, kept = compute_report(pl_module, self.adapter, selection, self._reference, self.settings, run)
             own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
             self.report = report = replace(
                 report,
@@ -272,10 +269,10 @@ class GradSimCallback(Callback):
                 class_names=tuple(self.class_names) if self.class_names is not None else report.class_names,
                 notes=(*report.notes, *own_notes),
                 seconds=self._clock.validation_seconds,
-                time_share=self._clock.share(),
+                time_share=self._clock.share,
             )
-            self._failures = 0
-            self._publish(trainer, report, selection)
+            self._publish(trainer, report, kept)
+            self._failures.in_a_row = 0
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
@@ -285,17 +282,19 @@ class GradSimCallback(Callback):
         """Leave nothing behind."""
         self._clear()
 
-    @property
-    def _is_active(self) -> bool:
-        return self._failures < MAX_FAILURES
-
     def _is_due(self, trainer: Trainer) -> bool:
-        if trainer.sanity_checking or not self._is_active:
+        if trainer.sanity_checking or self._failures.are_too_many:
             return False
         if trainer.state.fn != "fit":
             return True
         is_epoch = (trainer.current_epoch + 1) % self.every_n_epochs == 0
         return is_epoch and bridge.is_last_validation_of_epoch(trainer, self._batch_idx)
+
+    def _may_watch(self, module: LightningModule) -> bool:
+        # A hook inside a compiled module would change what the compiler fuses, and with it the training.
+        if is_compiled(module):
+            self._loss_check.gap = f"{UNCHECKED}: the module is compiled"
+        return not is_compiled(module) and not hasattr(module, "gradsim_step")
 
     def _check_module(self, module: LightningModule) -> None:
         for name in select_layers(module, self.settings.layers):
@@ -308,25 +307,26 @@ class GradSimCallback(Callback):
             make_reader(source)  # raises now for data that could not be read after a whole epoch
             self._source, self._reference = source, None
 
-    def _publish(self, trainer: Trainer, report: Report, selection: QuerySelection) -> None:
+    def _publish(self, trainer: Trainer, report: Report, kept: Sequence[Query]) -> None:
         assert self._reference is not None
         used = {query.dataloader_idx for query in report.queries}
         readers = {i: make_reader(self._loaders[i]) for i in used if self._ids[i] is not None}
-        query_images, train_images = collect_pictures(report, selection.queries, self._reference, readers)
+        query_images, train_images = collect_pictures(report, kept, self._reference, readers)
         panel = mistake_panel(
             report, query_images, train_images, show_teachers=self.show_teachers, mean=self.mean, std=self.std
         )
         directory = bridge.output_directory(trainer, self.name)
         if bridge.is_trial_run(trainer):
             return
-        self._clock.lap()
-        seconds, share = self._clock.validation_seconds, self._clock.share()
+        seconds, share = self._clock.validation_seconds, self._clock.share  # now with what drawing took
         self.report = report = replace(report, seconds=seconds, time_share=share)
         write_report_files(report, directory)
         save_png_atomically(panel, directory / "mistakes.png")
         writers = bridge.tensorboard_writers(trainer)
         if not writers:
-            self._warn_once(f"no logger takes pictures: the report is in `{directory}` and in `callback.report`")
+            self._failures.warn_once(
+                f"no logger takes pictures: the report is in `{directory}` and in `callback.report`"
+            )
         for writer in writers:
             write_tensorboard(writer, report, panel, self.name)
 
@@ -340,30 +340,8 @@ class GradSimCallback(Callback):
         except Exception as error:
             if self.on_error == "raise" or bridge.is_trial_run(trainer):
                 raise
-            self._failures += 1
-            self._report_failure(trainer, what, error)
-
-    def _report_failure(self, trainer: Trainer, what: str, error: Exception) -> None:
-        path = bridge.output_directory(trainer, self.name) / "errors.log"
-        try:
-            append_text(path, f"epoch {trainer.current_epoch}, {what}:\n{''.join(traceback.format_exception(error))}\n")
-            where = f"The traceback is in `{path}`"
-        except OSError as failure:
-            where = f"The traceback could not be written to `{path}` ({failure})"
-        consequence = "Training goes on; this validation is not scored."
-        if not self._is_active:
-            consequence = f"Training goes on; after {MAX_FAILURES} failures in a row the callback stops."
-        warnings.warn(
-            f"`{type(self).__name__}` failed in {what}: {type(error).__name__}: {str(error).rstrip('.')}. {where}. "
-            f"{consequence}",
-            GradSimWarning,
-            stacklevel=2,
-        )
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            warnings.warn(f"`{type(self).__name__}`: {message}.", GradSimWarning, stacklevel=2)
+            log = bridge.output_directory(trainer, self.name) / "errors.log"
+            self._failures.record(f"{what} of epoch {trainer.current_epoch}", error, log)
 
     def _clear(self) -> None:
         self._selection = self._reference = None

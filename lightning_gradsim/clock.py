@@ -8,31 +8,49 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Adds up the seconds of our own work.
-
-    Attributes:
-        seconds: Seconds of work so far, over all runs that this clock has seen.
-        validation_seconds: Seconds of work for the validation at hand.
-    """
+    """Adds up the seconds of our own work, those of the work at hand included."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self.validation_seconds = 0.0
-        self._started: float | None = None
-        self._begun = 0.0
-        self._seconds_at_start = 0.0
+        self._finished = 0.0
+        self._begin: float | None = None
+        self._validation_begin = 0.0
+        self._run_begin: tuple[float, float] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work so far, over all runs that this clock has seen."""
+        return self._finished + (0.0 if self._begin is None else time.perf_counter() - self._begin)
+
+    @property
+    def validation_seconds(self) -> float:
+        """Seconds of work since the last ``start_validation``."""
+        return self.seconds - self._validation_begin
+
+    @property
+    def share(self) -> float | None:
+        """Seconds of work since ``start_run`` over those of everything else, in [0, inf); ``None`` outside a run."""
+        if self._run_begin is None:
+            return None
+        began, seconds_before = self._run_begin
+        ours = self.seconds - seconds_before
+        others = time.perf_counter() - began - ours
+        return ours / others if others > 0 else None
+
+    def carry_over(self, seconds: float) -> None:
+        """Go on from the seconds of an earlier run."""
+        self._finished = seconds
 
     def start_run(self) -> None:
         """Mark the begin of training."""
-        self._started, self._seconds_at_start = time.perf_counter(), self.seconds
+        self._run_begin = (time.perf_counter(), self.seconds)
 
     def end_run(self) -> None:
-        """Mark the end of training; there is no share of time outside of it."""
-        self._started = None
+        """Mark the end of training."""
+        self._run_begin = None
 
     def start_validation(self) -> None:
         """Count the seconds of a validation from zero."""
-        self.validation_seconds = 0.0
+        self._validation_begin = self.seconds
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -41,27 +59,8 @@ class Clock:
         Yields:
             Nothing.
         """
-        self._begun = time.perf_counter()
+        self._begin = time.perf_counter()
         try:
             yield
         finally:
-            self.lap()
-
-    def lap(self) -> None:
-        """Count the work at hand up to now, for a report that is made inside of it."""
-        now = time.perf_counter()
-        self.seconds += now - self._begun
-        self.validation_seconds += now - self._begun
-        self._begun = now
-
-    def share(self) -> float | None:
-        """Seconds of our work since the begin of training over the seconds of everything else, in [0, inf).
-
-        Returns:
-            The share, or ``None`` outside of training.
-        """
-        if self._started is None:
-            return None
-        ours = self.seconds - self._seconds_at_start
-        others = time.perf_counter() - self._started - ours
-        return ours / others if others > 0 else None
+            self._finished, self._begin = self.seconds, None

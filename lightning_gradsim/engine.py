@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from lightning_gradsim.wrapper import PerSampleGradients
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
+GROUP_SAMPLES = 1024
+"""Training samples that are scored together."""
+GROUP_ELEMENTS = 2**23
+"""Elements of factors (32 MiB in float32) beyond which a group is scored although it is smaller."""
 NUM_WITNESSES = 8
 """Closest training samples that must agree before a query's own label is called doubtful (see docs/design.md)."""
 
@@ -113,26 +118,70 @@ def run_pass(
         LabelRangeError: If a label lies outside the classes; the samples are named.
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
-    statistics, top, num_samples = SampleStatistics(), TopK(max(settings.top_k, NUM_WITNESSES)), 0
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         queries = _prepare_queries(module, adapter, query_batches, gradients, forward_context)
+        scorer = _Scorer(queries, settings)
         for ids, batch in train_batches:
             try:
                 with gradients.recording(), forward_context():
                     step = adapter.step(module, batch)
             except LabelRangeError as error:
                 raise LabelRangeError(f"In the batch of training samples {ids.tolist()}: {error}") from error
-            train = gradients.factors(step.losses)
-            norms = torch.stack([squared_norms(factors) for factors in train.values()]).sum(0)
-            if queries is not None:
-                top.update(_scores(queries, train, norms, settings.similarity), ids.to(norms.device))
-            has_classes = step.task is not Task.REGRESSION
-            statistics.update(ids, norms, step.losses, step.outcome, has_classes=has_classes)
-            num_samples += len(ids)
+            scorer.update(ids, step, gradients.factors(step.losses))
         names = gradients.names
-    suspects = statistics.compute()
-    reports = {} if queries is None else dict(_query_reports(queries, top, suspects, settings.top_k))
-    return PassResult(names, reports, suspects, queries is not None and queries.has_teachers, num_samples)
+    suspects = scorer.compute_suspects()
+    reports = {} if queries is None else dict(_query_reports(queries, scorer.top, suspects, settings.top_k))
+    return PassResult(names, reports, suspects, queries is not None and queries.has_teachers, len(suspects))
+
+
+class _Scorer:
+    """Scores training samples in groups of batches: for small ones, calls into torch cost more than what they compute."""
+
+    def __init__(self, queries: _QuerySide | None, settings: EngineSettings) -> None:
+        self.top = TopK(max(settings.top_k, NUM_WITNESSES))
+        self._queries = queries
+        self._similarity = settings.similarity
+        self._statistics = SampleStatistics()
+        self._waiting: list[tuple[Tensor, Step, dict[str, OuterFactors]]] = []
+        self._form: object = None
+
+    def update(self, ids: Tensor, step: Step, train: dict[str, OuterFactors]) -> None:
+        """Take in a batch."""
+        form = (step.logits.shape[1:], step.targets.shape[1:], [(n, f.num_positions) for n, f in train.items()])
+        if form != self._form:
+            self._flush()
+        self._form = form
+        # Detached: a step that waits must not keep its graph.
+        logits, losses = step.logits.detach(), step.losses.detach()
+        self._waiting.append((ids, Step(logits, step.targets, losses, step.task, step.are_probabilities), train))
+        num_waiting = sum(len(waiting_ids) for waiting_ids, _, _ in self._waiting)
+        size = sum(factors.num_elements for factors in train.values()) * len(self._waiting)
+        if num_waiting >= GROUP_SAMPLES or size >= GROUP_ELEMENTS:
+            self._flush()
+
+    def compute_suspects(self) -> SuspectTable:
+        """The table of all samples taken in."""
+        self._flush()
+        return self._statistics.compute()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        all_ids, steps, parts = zip(*self._waiting, strict=True)
+        self._waiting.clear()
+        ids, train, first = torch.cat(all_ids), _join(parts), steps[0]
+        step = Step(
+            torch.cat([step.logits for step in steps]),
+            torch.cat([step.targets for step in steps]),
+            torch.cat([step.losses for step in steps]),
+            first.task,
+            first.are_probabilities,
+        )
+        norms = _total(squared_norms(factors) for factors in train.values())
+        if self._queries is not None:
+            self.top.update(_scores(self._queries, train, norms, self._similarity), ids.to(norms.device))
+        has_classes = step.task is not Task.REGRESSION
+        self._statistics.update(ids, norms, step.losses, step.outcome, has_classes=has_classes)
 
 
 def _prepare_queries(
@@ -162,8 +211,8 @@ def _prepare_queries(
         return None
     has_teachers = len(predicted) == len(given)
     parts = given + predicted if has_teachers else given
-    factors = {name: concatenate_samples([part[name] for part in parts]) for name in parts[0]}
-    norms = torch.stack([squared_norms(layer_factors) for layer_factors in factors.values()]).sum(0)
+    factors = _join(parts)
+    norms = _total(squared_norms(layer_factors) for layer_factors in factors.values())
     if not bool(norms.isfinite().all()):
         raise NonFiniteError(
             "The gradient of a query is not finite, although its loss is. Nothing is scored. Check the layers above "
@@ -174,7 +223,7 @@ def _prepare_queries(
 
 def _scores(queries: _QuerySide, train: Mapping[str, OuterFactors], norms: Tensor, similarity: Similarity) -> Tensor:
     """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
-    products = torch.stack([dot(factors, train[name]) for name, factors in queries.factors.items()]).sum(0)
+    products = _total(dot(factors, train[name]) for name, factors in queries.factors.items())
     num_queries = len(queries.positions)
     given, given_norms = products[:num_queries], queries.squared_norms[:num_queries]
     rows = [
@@ -193,14 +242,18 @@ def _scores(queries: _QuerySide, train: Mapping[str, OuterFactors], norms: Tenso
 def _query_reports(
     queries: _QuerySide, top: TopK, suspects: SuspectTable, top_k: int
 ) -> Iterator[tuple[int, QueryReport]]:
-    scores, ids = (values.cpu() for values in top.compute())
-    labels = labels_of(suspects, ids.unique().tolist())
+    all_scores, all_ids = (values.cpu() for values in top.compute())
+    labels = labels_of(suspects, all_ids.unique().tolist())
+    scores, ids = all_scores.tolist(), all_ids.tolist()
     num_queries = len(queries.positions)
     for row, (position, report) in enumerate(zip(queries.positions, queries.reports, strict=True)):
         lists = [
             tuple(
-                InfluentialSample(sample_id, labels[sample_id], score, labels[sample_id] == report.prediction)
-                for sample_id, score in zip(ids[place].tolist(), scores[place].tolist(), strict=True)
+                # The first rows, those of the harmful, hold similarities with their sign turned.
+                InfluentialSample(
+                    i, labels[i], -score if place < num_queries else score, labels[i] == report.prediction
+                )
+                for i, score in zip(ids[place], scores[place], strict=True)
                 if score > 0  # an opponent opposes and a proponent supports, however few samples there are
             )
             for place in range(row, len(scores), num_queries)
@@ -211,7 +264,7 @@ def _query_reports(
             position,
             replace(
                 report,
-                harmful=tuple(replace(sample, score=-sample.score) for sample in harmful[:top_k]),
+                harmful=harmful[:top_k],
                 look_alikes=look_alikes[:top_k],
                 teachers=teachers[:top_k],
                 label_looks_wrong=_looks_wrong(look_alikes, predicted_look_alikes),
@@ -237,6 +290,20 @@ def _without_lists(step: Step, row: int) -> QueryReport:
         probability=None if outcome.probabilities is None else float(outcome.probabilities[row]),
         loss=float(step.losses[row].detach()),
     )
+
+
+def _join(parts: Sequence[Mapping[str, OuterFactors]]) -> dict[str, OuterFactors]:
+    known = {name: factors for part in parts for name, factors in part.items()}
+    sizes = [next(iter(part.values())).num_samples for part in parts]
+    # A layer that the first queries did not use may be in the parts of later ones only.
+    return {
+        name: concatenate_samples([part.get(name, some.unused(size)) for part, size in zip(parts, sizes, strict=True)])
+        for name, some in known.items()
+    }
+
+
+def _total(per_layer: Iterable[Tensor]) -> Tensor:
+    return reduce(torch.add, per_layer)
 
 
 def _rows(factors: Mapping[str, OuterFactors], rows: Tensor) -> dict[str, OuterFactors]:

@@ -27,6 +27,10 @@ from lightning_gradsim.train_pass import (
 
 NOISY_VALIDATION = 0.3
 """Share of queries whose own label looks wrong from which the report warns of a noisy validation set."""
+AUGMENTED = (
+    "training samples are augmented at random: what is scored and shown is one view of each. Pass `train_data=` "
+    "without augmentation for the samples as they are"
+)
 PANEL_QUERIES = 6
 PANEL_TILES = 4
 
@@ -86,10 +90,7 @@ def make_reference(
     augmented = differs_on_second_read(reader)
     notes = []
     if augmented:
-        notes.append(
-            "training samples are augmented at random: what is scored and shown is one view of each; pass "
-            "`train_data=` without augmentation for the samples as they are"
-        )
+        notes.append(AUGMENTED)
     if reader.reads_in_process:
         notes.append(
             "the training dataset is read in the training process, since workers would have to be spawned: state "
@@ -118,7 +119,7 @@ def compute_report(
     reference: Reference,
     settings: EngineSettings,
     run: RunContext,
-) -> Report:
+) -> tuple[Report, tuple[Query, ...]]:
     """Score the queries of a validation against the reference.
 
     Args:
@@ -130,7 +131,7 @@ def compute_report(
         run: How the run treats batches.
 
     Returns:
-        The report, without epoch, step and cost.
+        The report, without epoch, step and cost, and the kept copy of each of its queries.
     """
     query_batches = [
         QueryBatch(positions, run.to_device(batch))
@@ -143,13 +144,13 @@ def compute_report(
     )
     result = run_pass(module, adapter, query_batches, train_batches, settings, run.forward_context)
     errors_per_class, num_errors, num_validation_samples = selection.error_counts()
+    still_wrong = {i: query for i, query in enumerate(selection.queries) if i in result.queries}
     queries = tuple(
-        replace(result.queries[position], sample_id=query.sample_id, dataloader_idx=query.dataloader_idx)
-        for position, query in enumerate(selection.queries)
-        if position in result.queries
+        replace(result.queries[i], sample_id=query.sample_id, dataloader_idx=query.dataloader_idx)
+        for i, query in still_wrong.items()
     )
     notes = [*reference.notes, *_notes(selection, queries, has_teachers=result.has_teachers or not queries)]
-    return Report(
+    report = Report(
         epoch=0,
         step=0,
         layers=result.layers,
@@ -167,6 +168,7 @@ def compute_report(
         augmented=reference.augmented,
         task=(selection.task or Task.CLASSIFICATION).value,
     )
+    return report, tuple(still_wrong.values())
 
 
 def collect_pictures(
@@ -176,7 +178,7 @@ def collect_pictures(
 
     Args:
         report: The report.
-        kept: The queries, for those whose place in the validation dataset is not known.
+        kept: The copy of each of the report's queries, for those whose place in the validation dataset is not known.
         reference: The training samples.
         validation_readers: Readers of the validation datasets by loader, where the order is known.
 
@@ -187,14 +189,18 @@ def collect_pictures(
     shown = report.queries[:PANEL_QUERIES]
     lists = [samples[:PANEL_TILES] for query in shown for samples in (query.harmful, query.look_alikes, query.teachers)]
     train_ids = sorted({sample.sample_id for samples in lists for sample in samples})
-    kept_data = {(query.dataloader_idx, query.label, query.loss): query.data for query in kept}
+    by_loader = {
+        index: _read_images(
+            reader, [q.sample_id for q in shown if q.dataloader_idx == index and q.sample_id is not None]
+        )
+        for index, reader in validation_readers.items()
+    }
     images: list[Tensor | None] = []
-    for query in shown:
-        reader = validation_readers.get(query.dataloader_idx)
-        if reader is not None and query.sample_id is not None:
-            images.append(_read_images(reader, [query.sample_id]).get(query.sample_id))
+    for query, copy in zip(shown, kept, strict=False):
+        if query.sample_id is not None and query.dataloader_idx in by_loader:
+            images.append(by_loader[query.dataloader_idx].get(query.sample_id))
         else:
-            images.append(_image_of(kept_data.get((query.dataloader_idx, query.label, query.loss))))
+            images.append(_image_of(copy.data))
     return images + [None] * (len(report.queries) - len(shown)), _read_images(reference.reader, train_ids)
 
 

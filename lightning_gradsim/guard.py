@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     """Put every submodule into eval mode, leave inference mode, and restore both afterwards.
 
     The flags are set one by one instead of by ``eval()``: a user's own ``train`` method may do more than set a flag.
+    Compiled modules run eagerly meanwhile, as our hooks would not fire inside them.
 
     Args:
         module: The user's module.
@@ -22,7 +23,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         Nothing.
     """
     modes = [(submodule, submodule.training) for submodule in module.modules() if submodule.training]
-    with torch.inference_mode(False), torch.no_grad():
+    eager = torch.compiler.set_stance("force_eager") if is_compiled(module) else nullcontext()
+    with torch.inference_mode(False), torch.no_grad(), eager:
         try:
             for submodule, _ in modes:
                 submodule.training = False
@@ -30,3 +32,21 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         finally:
             for submodule, mode in modes:
                 submodule.training = mode
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has been at work on a module, as a whole or in parts.
+
+    Args:
+        module: The user's module.
+
+    Returns:
+        Whether any submodule was compiled in place or wrapped, or the module's own ``forward`` replaced, as Lightning
+        does for ``fit(torch.compile(module))``.
+    """
+    if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+        return True
+    return any(
+        getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod")
+        for part in module.modules()
+    )

@@ -151,6 +151,7 @@ def find_loss(module: nn.Module, loss_fn: nn.Module | LossFunction | None = None
     return None
 
 
+@functools.cache
 def cross_entropy() -> PerSampleLoss:
     """The default for integer targets."""
     return PerSampleLoss("the default for integer targets (cross-entropy)", nn.CrossEntropyLoss())

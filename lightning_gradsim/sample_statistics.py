@@ -34,14 +34,14 @@ class SampleStatistics:
         """
         labels = outcome.labels
         columns = {
-            "sample_ids": ids.cpu(),
-            "scores": torch.where(losses.detach().isfinite(), squared_norms, torch.nan).float().cpu(),
-            "labels": labels.to(torch.int32 if labels.dtype == torch.int64 else labels.dtype).cpu(),
-            "flagged": (outcome.wrong if has_classes else torch.zeros_like(outcome.wrong)).cpu(),
+            "sample_ids": ids,
+            "scores": torch.where(losses.detach().isfinite(), squared_norms, torch.nan).float(),
+            "labels": labels.to(torch.int32) if labels.dtype == torch.int64 else labels,
+            "flagged": outcome.wrong if has_classes else torch.zeros_like(outcome.wrong),
         }
         if outcome.suggested is not None and outcome.suggested_probabilities is not None:
-            columns["suggested"] = outcome.suggested.to(torch.int32).cpu()
-            columns["probabilities"] = outcome.suggested_probabilities.to(torch.float16).cpu()
+            columns["suggested"] = outcome.suggested.to(torch.int32)
+            columns["probabilities"] = outcome.suggested_probabilities.to(torch.float16)
         self._parts.append(columns)
 
     def compute(self) -> SuspectTable:
@@ -55,7 +55,8 @@ class SampleStatistics:
         """
         if not self._parts:
             return SuspectTable.empty()
-        joined = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
+        # The columns stay on the device until here: a transfer for every batch would wait for the device every time.
+        joined = {name: torch.cat([part[name] for part in self._parts]).cpu() for name in self._parts[0]}
         _check_finite(joined)
         by_id = joined["sample_ids"].argsort()
         order = by_id[joined["scores"][by_id].argsort(descending=True, stable=True)]
@@ -82,6 +83,8 @@ def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label
     """
     sorted_ids, order = table.sample_ids.sort()
     rows = order[torch.searchsorted(sorted_ids, torch.tensor(sample_ids, dtype=torch.long))]
+    if table.labels.ndim == 1:
+        return dict(zip(sample_ids, table.labels[rows].tolist(), strict=True))
     return {sample_id: to_label(table.labels[row]) for sample_id, row in zip(sample_ids, rows.tolist(), strict=True)}
 
 

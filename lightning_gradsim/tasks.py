@@ -105,6 +105,11 @@ def check_class_indices(targets: Tensor, num_classes: int, ignore_index: int | N
     Raises:
         LabelRangeError: If a target is neither in ``[0, C)`` nor ``ignore_index``.
     """
+    if not targets.numel():
+        return
+    lowest, highest = targets.aminmax()
+    if bool((lowest >= 0) & (highest < num_classes)):
+        return
     outside = (targets < 0) | (targets >= num_classes)
     if ignore_index is not None:
         outside &= targets != ignore_index

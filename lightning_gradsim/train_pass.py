@@ -94,8 +94,8 @@ class SampleReader:
         Returns:
             The reader, in the given order.
         """
-        by_id = {int(sample_id): index for index, sample_id in enumerate(self.ids)}
-        indices = torch.tensor([by_id[sample_id] for sample_id in sample_ids], dtype=torch.long)
+        sorted_ids, order = self.ids.sort()
+        indices = order[torch.searchsorted(sorted_ids, torch.tensor(sample_ids, dtype=torch.long))]
         return SampleReader(self.dataset, self.ids[indices], self.positions[indices], 1, self.options)
 
 

@@ -73,6 +73,7 @@ class PerSampleGradients:
         self._order: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._rules: dict[str, Rule] = {}
+        self._layers: dict[str, nn.Module] = {}
         self._unused: dict[str, OuterFactors] = {}
         self._is_settled = False
         self._is_recording = False
@@ -124,7 +125,7 @@ class PerSampleGradients:
 
         Returns:
             Factors by layer name, ``B`` samples each; half-precision layers give float32. A layer that this forward
-            did not use has zero gradients.
+            did not use has zero gradients; one that no forward has used yet is absent.
 
         Raises:
             LayerSelectionError: If a chosen layer was not called or ran without gradients on the first batch.
@@ -149,18 +150,14 @@ class PerSampleGradients:
         weights = torch.ones_like(losses)
         for (name, call), grads in zip(calls, _output_grads(losses, weights, calls, retain or first), strict=True):
             parts.setdefault(name, []).append(self._one_call(name, call, grads))
+        result = {name: concatenate_positions(parts[name]) for name in self.names if name in parts}
         if first:
-            result = {name: concatenate_positions(parts[name]) for name in self.names}
-            self._unused = {name: factors.unused(1) for name, factors in result.items()}
             self._check_sum(losses, result, retain)
-        else:
-            result = {
-                name: concatenate_positions(parts[name]) if name in parts else self._unused[name].unused(len(losses))
-                for name in self.names
-            }
+        self._unused.update({name: factors.unused(0) for name, factors in result.items() if name not in self._unused})
+        unused = {name: template.unused(len(losses)) for name, template in self._unused.items() if name not in result}
         if not retain:
             self._calls.clear()
-        return result
+        return {**result, **unused}
 
     def _watch(self, layers: Mapping[str, nn.Module]) -> None:
         for name, layer in layers.items():
@@ -221,9 +218,11 @@ class PerSampleGradients:
                 "`losses` has no graph, so there is no gradient. 1. The outputs were detached. 2. The layers above run "
                 'under "no_grad" in the forward pass. Compute the losses from the outputs as they are.'
             )
+        _check_mixing(self._module)
         self._check_uncalled(losses, layers)
         self._unwatch()
-        self._watch({name: layers[name] for name in self.names})
+        self._layers = {name: layers[name] for name in self.names}
+        self._watch(self._layers)
         self._is_settled = True
 
     def _check_sharing(self, name: str, layers: Mapping[str, nn.Module]) -> None:
@@ -251,7 +250,6 @@ class PerSampleGradients:
                 "1. It is unused for this batch. 2. Its parent uses the weight directly (as `nn.MultiheadAttention` "
                 "does). Choose another layer."
             )
-        self.names = tuple(name for name in self.names if name not in uncalled)
 
     def _check_rows(self, losses: Tensor, calls: Sequence[tuple[str, _Call]]) -> None:
         # The sample of highest loss: an ignored one has no gradient, by which mixing would show.
@@ -274,7 +272,7 @@ class PerSampleGradients:
     def _one_call(self, name: str, call: _Call, grads: Tensor | None) -> OuterFactors:
         if grads is None:  # the losses do not depend on this output
             grads = call.activations.new_zeros(call.output_shape)
-        factors = self._rules[name](self._module.get_submodule(name), call.activations, grads)
+        factors = self._rules[name](self._layers[name], call.activations, grads)
         dtype = torch.promote_types(torch.promote_types(call.activations.dtype, grads.dtype), torch.float32)
         return factors.to(dtype=dtype)
 
@@ -299,6 +297,15 @@ class PerSampleGradients:
                     f"The per-sample gradients of layer `{name}` do not sum to autograd's gradient. 1. Its weight is "
                     "also used outside the layer. 2. Its gradient rule is wrong. Leave the layer out of `layers`."
                 )
+
+
+def _check_mixing(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+            raise SampleMixingError(
+                f"Layer `{name}` (`{type(layer).__name__}`) normalises by the statistics of the batch, so a sample has "
+                "no gradient of its own. Put the module into eval mode, and keep `track_running_stats=True`."
+            )
 
 
 def _check_call(name: str, call: _Call, num_samples: int) -> None:

@@ -92,10 +92,3 @@ def _to_json_value(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_to_json_value(item) for item in value]
     return value
-
-
-def append_text(path: Path, text: str) -> None:
-    """Add a text to the end of a log file; its folder is created where it does not exist."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)

@@ -291,7 +291,7 @@ class TestBatches:
         assert gradsim.report is None
         assert module.trainer.global_step == 6
         (text,) = texts
-        assert "failed in the choice of queries: BatchFormatError: A batch is a list of 3" in text
+        assert "failed in the choice of queries of epoch 0: BatchFormatError: A batch is a list of 3" in text
         assert "Pass an `Adapter` subclass as `adapter=`" in text
         assert "Training goes on" in text
 
@@ -459,11 +459,11 @@ class TestFailures:
         with collect_warnings() as texts:
             fit(tmp_path, GradSimCallback())
         (text,) = texts
-        assert text.startswith("`GradSimCallback` failed in the report: RuntimeError: boom 0")
+        assert text.startswith("`GradSimCallback` failed in the report of epoch 0: RuntimeError: boom 0")
         assert str(tmp_path / "run" / "version_0" / "gradsim" / "errors.log") in text
         assert "Training goes on; this validation is not scored." in text
         log = self.log(tmp_path)
-        assert log.startswith("epoch 0, the report:\nTraceback")
+        assert log.startswith("the report of epoch 0:\nTraceback")
         assert 'raise RuntimeError(f"boom {number}")' in log
         assert log.rstrip().endswith("RuntimeError: boom 0")
 

@@ -54,11 +54,10 @@ def test_each_validation_counts_from_zero(now):
     assert clock.seconds == 5
 
 
-def test_a_lap_counts_once(now):
+def test_counts_the_work_at_hand(now):
     clock = Clock()
     with clock.working():
         now.seconds += 2
-        clock.lap()
         assert clock.seconds == 2
         now.seconds += 3
     assert clock.seconds == clock.validation_seconds == 5
@@ -69,7 +68,7 @@ def test_share_is_ours_over_the_rest(now):
     clock.start_run()
     now.seconds += 8
     work(clock, now, 2)
-    assert clock.share() == pytest.approx(2 / 8)
+    assert clock.share == pytest.approx(2 / 8)
 
 
 def test_work_before_the_run_is_not_its_share(now):
@@ -78,21 +77,21 @@ def test_work_before_the_run_is_not_its_share(now):
     clock.start_run()
     now.seconds += 8
     work(clock, now, 2)
-    assert clock.share() == pytest.approx(2 / 8)
+    assert clock.share == pytest.approx(2 / 8)
     assert clock.seconds == 42
 
 
 def test_no_share_outside_of_a_run(now):
     clock = Clock()
-    assert clock.share() is None
+    assert clock.share is None
     clock.start_run()
     now.seconds += 8
     clock.end_run()
-    assert clock.share() is None
+    assert clock.share is None
 
 
 def test_no_share_of_nothing(now):
     clock = Clock()
     clock.start_run()
     work(clock, now, 2)
-    assert clock.share() is None
+    assert clock.share is None

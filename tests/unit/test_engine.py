@@ -272,7 +272,7 @@ def test_labels_out_of_range_are_named_with_their_batch():
 
 def test_mixing_is_refused():
     module = Net(nn.Linear(FEATURES, CLASSES), tail=nn.BatchNorm1d(CLASSES, affine=False, track_running_stats=False))
-    with pytest.raises(SampleMixingError, match="layer `head`"):
+    with pytest.raises(SampleMixingError, match="Layer `tail`"):
         run(module, None, samples(20))
 
 

@@ -1,0 +1,65 @@
+"""What happens when our own work fails: said once, written down, and an end to it when it goes on."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from pathlib import Path
+
+from lightning_gradsim.errors import GradSimWarning
+
+MAX_FAILURES = 3
+
+
+class Failures:
+    """Counts failures in a row and tells the user about them.
+
+    Attributes:
+        owner: Whose failures these are, for messages.
+        in_a_row: Failures since the last success.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.in_a_row = 0
+        self._said: set[str] = set()
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether to give up."""
+        return self.in_a_row >= MAX_FAILURES
+
+    def record(self, what: str, error: Exception, log: Path) -> None:
+        """Count a failure, warn of it, and add its traceback to a log.
+
+        Args:
+            what: What failed.
+            error: The exception.
+            log: Path of the log; its folder is created where it does not exist.
+        """
+        self.in_a_row += 1
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"{what}:\n{''.join(traceback.format_exception(error))}\n")
+            where = f"The traceback is in `{log}`."
+        except OSError as failure:
+            where = f"The traceback could not be written to `{log}` ({failure})."
+        consequence = "Training goes on; this validation is not scored."
+        if self.are_too_many:
+            consequence = f"Training goes on; after {MAX_FAILURES} failures in a row the callback stops."
+        warnings.warn(
+            f"`{self.owner}` failed in {what}: {type(error).__name__}: {str(error).rstrip('.')}. {where} {consequence}",
+            GradSimWarning,
+            stacklevel=2,
+        )
+
+    def warn_once(self, message: str) -> None:
+        """Warn of something that is no failure, the first time only.
+
+        Args:
+            message: A sentence without its full stop.
+        """
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(f"`{self.owner}`: {message}.", GradSimWarning, stacklevel=2)
