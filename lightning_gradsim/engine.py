@@ -31,6 +31,8 @@ GROUP_ELEMENTS = 2**23
 """Elements of factors (32 MiB in float32) beyond which a group is scored although it is smaller."""
 NUM_WITNESSES = 8
 """Closest training samples that must agree before a query's own label is called doubtful (see docs/design.md)."""
+DOUBTFUL_PROBABILITY = 0.01
+"""Probability of the given label below which the model must be, too."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class _QuerySide:
 
     positions: list[int]
     reports: list[QueryReport]  # without lists
+    label_probabilities: list[float]  # of the given labels; 1 where there are no exclusive classes
     factors: Mapping[str, OuterFactors]  # M true-label gradients, then M predicted-label gradients if there are any
     squared_norms: Tensor  # [M] or [2 M]
     has_teachers: bool
@@ -135,7 +138,7 @@ def run_pass(
 
 
 class _Scorer:
-    """Scores training samples in groups of batches: for small ones, calls into torch cost more than what they compute."""
+    """Scores training samples in groups of batches: for small ones, calls cost more than what they compute."""
 
     def __init__(self, queries: _QuerySide | None, settings: EngineSettings) -> None:
         self.top = TopK(max(settings.top_k, NUM_WITNESSES))
@@ -193,6 +196,7 @@ def _prepare_queries(
 ) -> _QuerySide | None:
     positions: list[int] = []
     reports: list[QueryReport] = []
+    label_probabilities: list[float] = []
     given: list[dict[str, OuterFactors]] = []
     predicted: list[dict[str, OuterFactors]] = []
     for part in query_batches:
@@ -207,6 +211,8 @@ def _prepare_queries(
             predicted.append(_rows(gradients.factors(relabelled), rows))
         positions += [part.positions[row] for row in rows.tolist()]
         reports += [_without_lists(step, row) for row in rows.tolist()]
+        probabilities = step.outcome.label_probabilities
+        label_probabilities += [1.0] * len(rows) if probabilities is None else probabilities[rows].tolist()
     if not positions:
         return None
     has_teachers = len(predicted) == len(given)
@@ -218,7 +224,7 @@ def _prepare_queries(
             "The gradient of a query is not finite, although its loss is. Nothing is scored. Check the layers above "
             f"{', '.join(f'`{name}`' for name in factors)} in eval mode."
         )
-    return _QuerySide(positions, reports, factors, norms, has_teachers)
+    return _QuerySide(positions, reports, label_probabilities, factors, norms, has_teachers)
 
 
 def _scores(queries: _QuerySide, train: Mapping[str, OuterFactors], norms: Tensor, similarity: Similarity) -> Tensor:
@@ -267,12 +273,13 @@ def _query_reports(
                 harmful=harmful[:top_k],
                 look_alikes=look_alikes[:top_k],
                 teachers=teachers[:top_k],
-                label_looks_wrong=_looks_wrong(look_alikes, predicted_look_alikes),
+                label_looks_wrong=queries.label_probabilities[row] < DOUBTFUL_PROBABILITY
+                and _agree(look_alikes, predicted_look_alikes),
             ),
         )
 
 
-def _looks_wrong(given: Sequence[InfluentialSample], predicted: Sequence[InfluentialSample]) -> bool:
+def _agree(given: Sequence[InfluentialSample], predicted: Sequence[InfluentialSample]) -> bool:
     """Whether the closest samples, whichever of the two labels is right, all carry the predicted one."""
     if len(predicted) < NUM_WITNESSES:
         return False
