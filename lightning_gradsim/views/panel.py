@@ -45,8 +45,8 @@ BODY, TITLE = 20, 26
 # The headline is set in the largest of these sizes in which label and prediction stand side by side.
 HEADLINES = (44, 36, 28)
 HEADLINE_STACKED = 28
-LINE = 26
-ROW_HEAD = 32
+LINE, CAPTION_LINE = 26, 24
+ROW_HEAD = 30
 BAR = 8
 EMPTY_ROW = 48
 ROW_SPACE = 12
@@ -68,7 +68,7 @@ class _Row:
         return max((abs(sample.score) for sample in self.samples if math.isfinite(sample.score)), default=0.0)
 
     def height(self, caption_lines: int) -> int:
-        return ROW_HEAD + (TILE + BAR + 6 + LINE * caption_lines if self.samples else EMPTY_ROW)
+        return ROW_HEAD + (TILE + BAR + 6 + CAPTION_LINE * caption_lines if self.samples else EMPTY_ROW)
 
 
 def mistake_panel(
@@ -165,7 +165,7 @@ def _draw_header(
     if has_bar:
         baseline += 34
         _draw_bar(canvas, MARGIN, baseline - 10, 28, 0.65)
-        canvas.text(MARGIN + 40, baseline, "score, as a share of the strongest in its row", BODY)
+        canvas.text(MARGIN + 40, baseline, "share of the row's strongest score; below: label, #sample, score", BODY)
     return canvas.to_pixels()
 
 
@@ -323,7 +323,7 @@ def _draw_bar(canvas: Canvas, x: int, y: int, width: int, share: float) -> None:
 def _draw_caption(canvas: Canvas, x: int, y: int, parts: tuple[str, str, str], lines: int) -> None:
     """Write label, sample id and score under a tile, on one line or with the label on its own."""
     label, name, score = parts
-    first, last = y + 24, y + 24 + LINE * (lines - 1)
+    first, last = y + 22, y + 22 + CAPTION_LINE * (lines - 1)
     score_left = canvas.text_right(x + TILE, last, score, BODY)
     end = canvas.text(x, first, fit_text(label, BODY, TILE, bold=True), BODY, bold=True)
     start = x if lines > 1 else end + 10
@@ -343,6 +343,8 @@ def _label_text(report: Report, label: Label) -> str:
     """The name of a label in letters that the font has; the class number where the name has others."""
     if isinstance(label, tuple) and label:
         return " + ".join(_label_text(report, index) for index in label)
+    if isinstance(label, float):
+        return report.name_of(label).replace("-", MINUS)
     text = to_plain_text(report.name_of(label))
     return text if is_drawable(text) else f"class {label}"
 

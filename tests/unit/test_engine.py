@@ -204,12 +204,12 @@ def test_regression_has_neither_teachers_nor_flags():
     assert all(query.harmful and not query.teachers and query.probability is None for query in result.queries.values())
 
 
-def near_one_sample(label_nearby, number_nearby, label_far=2):
+def near_one_sample(label_nearby, number_nearby, label_far=2, margin=6.0):
     """A query of label 0, predicted as 1, among training samples that are close to it and others that are not."""
     module = nn.Linear(FEATURES, CLASSES, bias=False)
     with torch.no_grad():
         module.weight.copy_(torch.eye(CLASSES, FEATURES))
-    query = torch.tensor([[0.0, 2.0, 0.0, 5.0]]), torch.tensor([0])
+    query = torch.tensor([[0.0, margin, 0.0, 5.0]]), torch.tensor([0])
     near = query[0] + 0.01 * torch.randn(number_nearby, FEATURES)
     far = torch.randn(20, FEATURES) * torch.tensor([1.0, 1.0, 1.0, 0.0])
     labels = torch.cat([torch.full((number_nearby,), label_nearby), torch.full((20,), label_far)])
@@ -224,6 +224,10 @@ def test_a_validation_label_is_doubted_where_the_closest_samples_carry_the_predi
 @pytest.mark.parametrize(("label", "number"), [(0, NUM_WITNESSES), (2, NUM_WITNESSES), (1, NUM_WITNESSES - 1)])
 def test_a_validation_label_is_not_doubted_without_witnesses(label, number):
     assert not near_one_sample(label, number).label_looks_wrong
+
+
+def test_a_validation_label_is_not_doubted_where_the_model_is_unsure():
+    assert not near_one_sample(1, NUM_WITNESSES, margin=2.0).label_looks_wrong
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 20])

@@ -195,7 +195,7 @@ def test_note_on_a_noisy_validation_set(setting):
     with torch.no_grad():
         module.head.weight.copy_(torch.eye(CLASSES, 4))
         module.head.bias.zero_()
-    clouds = torch.tensor([[3.0, 0.0, 0.0, 1.0], [0.0, 3.0, 0.0, 1.0]])
+    clouds = torch.tensor([[6.0, 0.0, 0.0, 1.0], [0.0, 6.0, 0.0, 1.0]])
     labels = torch.arange(40) % 2
     inputs = clouds[labels] + 0.01 * torch.randn(40, 4)
     selection = validate(module, adapter, TensorDataset(inputs, 1 - labels))
