@@ -85,7 +85,9 @@ def print_findings(report: Report, true_labels: Tensor) -> None:
     for query in report.queries[:6]:
         print(f"  validation sample {query.sample_id}: {query.label} -> {query.prediction} ({query.probability:.0%})")
         for sample in query.harmful[:3]:
-            print(f"      {sample.score:+9.2f}  {verdict(sample.sample_id, sample.label)}")
+            print(f"      harmful    {sample.score:+8.1f}  {verdict(sample.sample_id, sample.label)}")
+        for sample in query.look_alikes[:1]:
+            print(f"      look-alike {sample.score:+8.2f}  {verdict(sample.sample_id, sample.label)}")
     print("\nProbably wrong labels (training samples, most suspect first):")
     for suspect in report.suspects[:10]:
         print(
@@ -98,6 +100,7 @@ def main(arguments: list[str] | None = None) -> Report:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="one epoch, to see that it runs")
     parser.add_argument("--log-dir", type=Path, default=Path("demo_logs"))
     options = parser.parse_args(arguments)
 
@@ -106,7 +109,7 @@ def main(arguments: list[str] | None = None) -> Report:
     train_set, validation_set, true_labels = make_data(options.seed)
     gradsim = GradSimCallback()
     trainer = Trainer(
-        max_epochs=options.epochs,
+        max_epochs=1 if options.smoke else options.epochs,
         accelerator="cpu",
         callbacks=[gradsim],
         logger=TensorBoardLogger(options.log_dir, name="digits"),
@@ -126,7 +129,9 @@ def main(arguments: list[str] | None = None) -> Report:
         f"\n{share:.0%} of the top 5 harmful samples carry a flipped label ({FLIP_SHARE:.0%} of all training samples "
         "do)."
     )
-    print(f"The callback took {report.time_share:.0%} of the training time.")
+    print(f"The callback took {report.time_share:.0%} of the time that training took without it.")
+    for note in report.notes:
+        print(f"Note: {note}.")
     print(f"Panel: {Path(trainer.log_dir) / 'gradsim' / 'mistakes.png'}")
     print(f"All of it: tensorboard --logdir {options.log_dir}")
     return report

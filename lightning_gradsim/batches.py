@@ -98,7 +98,12 @@ def _map(batch: Any, leaf: Callable[[Any], Any], leaves: Callable[[Sequence[Any]
 
 
 def _is_plain(items: Sequence[Any]) -> bool:
-    return len(items) > 0 and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in items)
+    # A named tuple is a record whose entries are common to all samples or batches of their own.
+    return (
+        len(items) > 0
+        and not hasattr(items, "_fields")
+        and not any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in items)
+    )
 
 
 def _signature(sample: Any) -> Any:

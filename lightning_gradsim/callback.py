@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
@@ -15,8 +17,8 @@ from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import copy_batch
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.explanation import Reference, collect_pictures, compute_report, make_reference
-from lightning_gradsim.failures import Failures
+from lightning_gradsim.explanation import AUGMENTED, Reference, collect_pictures, compute_report, make_reference
+from lightning_gradsim.failures import MAX_FAILURES, Failures
 from lightning_gradsim.guard import evaluating, is_compiled
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
 from lightning_gradsim.loss_check import UNCHECKED, LossCheck
@@ -113,10 +115,13 @@ class GradSimCallback(Callback):
             "max_train_samples": max_train_samples,
         }.items():
             _check_count(argument, value, optional=argument == "max_train_samples")
-        if not name or "/" in name:
+        _check_type("name", name, isinstance(name, str), "a string")
+        _check_type("seed", seed, isinstance(seed, int), "a whole number")
+        _check_type("loss_fn", loss_fn, loss_fn is None or callable(loss_fn), "a criterion or a function")
+        _check_type("class_names", class_names, _is_list_of(class_names, str), "a list of strings")
+        if name in {"", ".", ".."} or "/" in name or "\\" in name:
             raise ValueError(f"`name={name!r}` cannot name a folder. Expected a non-empty string without slashes.")
-        if (mean is None) != (std is None):
-            raise ValueError("`mean` and `std` undo a normalisation together. Pass both or neither.")
+        _check_normalisation(mean, std)
         if adapter is not None and not isinstance(adapter, Adapter):
             raise TypeError(f"`adapter` is a {type(adapter).__name__}. Expected an instance of an `Adapter` subclass.")
         self.settings = EngineSettings(layers, similarity, top_k)
@@ -160,11 +165,12 @@ class GradSimCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what an earlier run saved; missing entries keep their values."""
         self._clock.carry_over(float(state_dict.get("seconds", 0.0)))
-        self._failures.in_a_row = int(state_dict.get("failures", 0))
+        self._failures.in_a_row = int(state_dict.get("failures", 0)) % MAX_FAILURES  # one that has stopped tries again
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies that are not supported."""
+        """Refuse strategies that are not supported; a callback that has stopped tries again in a new run."""
         bridge.check_strategy(trainer, type(self).__name__)
+        self._failures.in_a_row = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what depends on the module."""
@@ -250,7 +256,10 @@ class GradSimCallback(Callback):
         with self._protected(trainer, "the report"):
             run = bridge.run_context(trainer, pl_module)
             if self._reference is None:
-                self._reference = make_reference(self._source, self.adapter, self.max_train_samples, self.seed)
+                trial = bridge.num_trial_batches(trainer)
+                self._reference = make_reference(self._source, self.adapter, self.max_train_samples, self.seed, trial)
+                if self._reference.augmented:
+                    self._failures.warn_once(AUGMENTED)
             report, kept = compute_report(pl_module, self.adapter, selection, self._reference, self.settings, run)
             own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
             self.report = report = replace(
@@ -300,7 +309,8 @@ class GradSimCallback(Callback):
 
     def _publish(self, trainer: Trainer, report: Report, kept: Sequence[Query]) -> None:
         assert self._reference is not None
-        readers = {i: make_reader(each) for i, each in enumerate(self._loaders) if self._ids[i] is not None}
+        used = {query.dataloader_idx for query in report.queries}
+        readers = {i: make_reader(self._loaders[i]) for i in used if self._ids[i] is not None}
         query_images, train_images = collect_pictures(report, kept, self._reference, readers)
         panel = mistake_panel(
             report, query_images, train_images, show_teachers=self.show_teachers, mean=self.mean, std=self.std
@@ -324,7 +334,8 @@ class GradSimCallback(Callback):
     def _protected(self, trainer: Trainer, what: str) -> Iterator[None]:
         """Keep the run as it is, random numbers included, and turn failures into warnings if they shall not raise."""
         try:
-            with self._clock.working(), bridge.isolated_rng():
+            # What is made in inference mode, as in `trainer.validate`, has no gradient ever after.
+            with self._clock.working(), bridge.isolated_rng(), torch.inference_mode(False), torch.no_grad():
                 yield
         except Exception as error:
             if self.on_error == "raise" or bridge.is_trial_run(trainer):
@@ -333,7 +344,7 @@ class GradSimCallback(Callback):
             self._failures.record(f"{what} of epoch {trainer.current_epoch}", error, log)
 
     def _clear(self) -> None:
-        self._selection = None
+        self._selection = self._reference = None
         self._loaders = []
         self._loss_check.remove()
         self._clock.end_run()
@@ -342,6 +353,27 @@ class GradSimCallback(Callback):
 def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"`{argument}={value!r}` is not known. Expected one of {', '.join(map(repr, choices))}.")
+
+
+def _check_type(argument: str, value: object, fits: bool, expected: str) -> None:
+    if not fits:
+        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. Expected {expected}.")
+
+
+def _check_normalisation(mean: Sequence[float] | None, std: Sequence[float] | None) -> None:
+    if (mean is None) != (std is None):
+        raise ValueError("`mean` and `std` undo a normalisation together. Pass both or neither.")
+    for argument, values in {"mean": mean, "std": std}.items():
+        _check_type(argument, values, _is_list_of(values, Real), "a list of numbers, one a channel")
+    if mean is not None and std is not None and (len(mean) != len(std) or not all(value > 0 for value in std)):
+        raise ValueError(f"`mean={mean!r}` and `std={std!r}`. Expected one number a channel in both, `std` above 0.")
+
+
+def _is_list_of(values: object, kinds: type) -> bool:
+    """Whether this is ``None``, or several such values (an array, too) and not a string."""
+    if values is None:
+        return True
+    return isinstance(values, Iterable) and not isinstance(values, str) and all(isinstance(v, kinds) for v in values)
 
 
 def _check_count(argument: str, value: object, *, optional: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.errors import LabelRangeError, NonFiniteError
-from lightning_gradsim.factors import OuterFactors, concatenate_samples, dot, squared_norms
+from lightning_gradsim.factors import Factors, concatenate_samples, dot, squared_norms
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec
 from lightning_gradsim.report import InfluentialSample, QueryReport, SuspectTable, to_label
@@ -25,8 +25,14 @@ from lightning_gradsim.wrapper import PerSampleGradients
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
+GROUP_SAMPLES = 1024
+"""Training samples that are scored together."""
+GROUP_ELEMENTS = 2**23
+"""Elements of factors (32 MiB in float32) beyond which a group is scored although it is smaller."""
 NUM_WITNESSES = 8
 """Closest training samples that must agree before a query's own label is called doubtful (see docs/design.md)."""
+DOUBTFUL_PROBABILITY = 0.01
+"""Probability of the given label below which the model must be, too."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,8 @@ class _QuerySide:
 
     positions: list[int]
     reports: list[QueryReport]  # without lists
-    factors: Mapping[str, OuterFactors]  # M true-label gradients, then M predicted-label gradients if there are any
+    label_probabilities: list[float]  # of the given labels; 1 where there are no exclusive classes
+    factors: Mapping[str, Factors]  # M true-label gradients, then M predicted-label gradients if there are any
     squared_norms: Tensor  # [M] or [2 M]
     has_teachers: bool
 
@@ -114,26 +121,70 @@ def run_pass(
         LabelRangeError: If a label lies outside the classes; the samples are named.
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
-    statistics, top, num_samples = SampleStatistics(), TopK(max(settings.top_k, NUM_WITNESSES)), 0
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         queries = _prepare_queries(module, adapter, query_batches, gradients, forward_context)
+        scorer = _Scorer(queries, settings)
         for ids, batch in train_batches:
             try:
                 with gradients.recording(), forward_context():
                     step = adapter.step(module, batch)
             except LabelRangeError as error:
                 raise LabelRangeError(f"In the batch of training samples {ids.tolist()}: {error}") from error
-            train = gradients.factors(step.losses)
-            norms = _total(squared_norms(factors) for factors in train.values())
-            if queries is not None:
-                top.update(_scores(queries, train, norms, settings.similarity), ids.to(norms.device))
-            has_classes = step.task is not Task.REGRESSION
-            statistics.update(ids, norms, step.losses, step.outcome, has_classes=has_classes)
-            num_samples += len(ids)
+            scorer.update(ids, step, gradients.factors(step.losses))
         names = gradients.names
-    suspects = statistics.compute()
-    reports = {} if queries is None else dict(_query_reports(queries, top, suspects, settings.top_k))
-    return PassResult(names, reports, suspects, queries is not None and queries.has_teachers, num_samples)
+    suspects = scorer.compute_suspects()
+    reports = {} if queries is None else dict(_query_reports(queries, scorer.top, suspects, settings.top_k))
+    return PassResult(names, reports, suspects, queries is not None and queries.has_teachers, len(suspects))
+
+
+class _Scorer:
+    """Scores training samples in groups of batches: for small ones, calls cost more than what they compute."""
+
+    def __init__(self, queries: _QuerySide | None, settings: EngineSettings) -> None:
+        self.top = TopK(max(settings.top_k, NUM_WITNESSES))
+        self._queries = queries
+        self._similarity = settings.similarity
+        self._statistics = SampleStatistics()
+        self._waiting: list[tuple[Tensor, Step, dict[str, Factors]]] = []
+        self._form: object = None
+
+    def update(self, ids: Tensor, step: Step, train: dict[str, Factors]) -> None:
+        """Take in a batch."""
+        form = (step.logits.shape[1:], step.targets.shape[1:], [(n, f.num_positions) for n, f in train.items()])
+        if form != self._form:
+            self._flush()
+        self._form = form
+        # Detached: a step that waits must not keep its graph.
+        logits, losses = step.logits.detach(), step.losses.detach()
+        self._waiting.append((ids, Step(logits, step.targets, losses, step.task, step.are_probabilities), train))
+        num_waiting = sum(len(waiting_ids) for waiting_ids, _, _ in self._waiting)
+        size = sum(factors.num_elements for factors in train.values()) * len(self._waiting)
+        if num_waiting >= GROUP_SAMPLES or size >= GROUP_ELEMENTS:
+            self._flush()
+
+    def compute_suspects(self) -> SuspectTable:
+        """The table of all samples taken in."""
+        self._flush()
+        return self._statistics.compute()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        all_ids, steps, parts = zip(*self._waiting, strict=True)
+        self._waiting.clear()
+        ids, train, first = torch.cat(all_ids), _join(parts), steps[0]
+        step = Step(
+            torch.cat([step.logits for step in steps]),
+            torch.cat([step.targets for step in steps]),
+            torch.cat([step.losses for step in steps]),
+            first.task,
+            first.are_probabilities,
+        )
+        norms = _total(squared_norms(factors) for factors in train.values())
+        if self._queries is not None:
+            self.top.update(_scores(self._queries, train, norms, self._similarity), ids.to(norms.device))
+        has_classes = step.task is not Task.REGRESSION
+        self._statistics.update(ids, norms, step.losses, step.outcome, has_classes=has_classes)
 
 
 def _prepare_queries(
@@ -145,8 +196,9 @@ def _prepare_queries(
 ) -> _QuerySide | None:
     positions: list[int] = []
     reports: list[QueryReport] = []
-    given: list[dict[str, OuterFactors]] = []
-    predicted: list[dict[str, OuterFactors]] = []
+    label_probabilities: list[float] = []
+    given: list[dict[str, Factors]] = []
+    predicted: list[dict[str, Factors]] = []
     for part in query_batches:
         with gradients.recording(), forward_context():
             step = adapter.step(module, part.batch)
@@ -159,16 +211,23 @@ def _prepare_queries(
             predicted.append(_rows(gradients.factors(relabelled), rows))
         positions += [part.positions[row] for row in rows.tolist()]
         reports += [_without_lists(step, row) for row in rows.tolist()]
+        probabilities = step.outcome.label_probabilities
+        label_probabilities += [1.0] * len(rows) if probabilities is None else probabilities[rows].tolist()
     if not positions:
         return None
     has_teachers = len(predicted) == len(given)
     parts = given + predicted if has_teachers else given
-    factors = {name: concatenate_samples([part[name] for part in parts]) for name in parts[0]}
+    factors = _join(parts)
     norms = _total(squared_norms(layer_factors) for layer_factors in factors.values())
-    return _QuerySide(positions, reports, factors, norms, has_teachers)
+    if not bool(norms.isfinite().all()):
+        raise NonFiniteError(
+            "The gradient of a query is not finite, although its loss is. Nothing is scored. Check the layers above "
+            f"{', '.join(f'`{name}`' for name in factors)} in eval mode."
+        )
+    return _QuerySide(positions, reports, label_probabilities, factors, norms, has_teachers)
 
 
-def _scores(queries: _QuerySide, train: Mapping[str, OuterFactors], norms: Tensor, similarity: Similarity) -> Tensor:
+def _scores(queries: _QuerySide, train: Mapping[str, Factors], norms: Tensor, similarity: Similarity) -> Tensor:
     """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
     products = _total(dot(factors, train[name]) for name, factors in queries.factors.items())
     num_queries = len(queries.positions)
@@ -189,14 +248,18 @@ def _scores(queries: _QuerySide, train: Mapping[str, OuterFactors], norms: Tenso
 def _query_reports(
     queries: _QuerySide, top: TopK, suspects: SuspectTable, top_k: int
 ) -> Iterator[tuple[int, QueryReport]]:
-    scores, ids = (values.cpu() for values in top.compute())
-    labels = labels_of(suspects, ids.unique().tolist())
+    all_scores, all_ids = (values.cpu() for values in top.compute())
+    labels = labels_of(suspects, all_ids.unique().tolist())
+    scores, ids = all_scores.tolist(), all_ids.tolist()
     num_queries = len(queries.positions)
     for row, (position, report) in enumerate(zip(queries.positions, queries.reports, strict=True)):
         lists = [
             tuple(
-                InfluentialSample(sample_id, labels[sample_id], score, labels[sample_id] == report.prediction)
-                for sample_id, score in zip(ids[place].tolist(), scores[place].tolist(), strict=True)
+                # The first rows, those of the harmful, hold similarities with their sign turned.
+                InfluentialSample(
+                    i, labels[i], -score if place < num_queries else score, labels[i] == report.prediction
+                )
+                for i, score in zip(ids[place], scores[place], strict=True)
                 if score > 0  # an opponent opposes and a proponent supports, however few samples there are
             )
             for place in range(row, len(scores), num_queries)
@@ -207,15 +270,16 @@ def _query_reports(
             position,
             replace(
                 report,
-                harmful=tuple(replace(sample, score=-sample.score) for sample in harmful[:top_k]),
+                harmful=harmful[:top_k],
                 look_alikes=look_alikes[:top_k],
                 teachers=teachers[:top_k],
-                label_looks_wrong=_looks_wrong(look_alikes, predicted_look_alikes),
+                label_looks_wrong=queries.label_probabilities[row] < DOUBTFUL_PROBABILITY
+                and _agree(look_alikes, predicted_look_alikes),
             ),
         )
 
 
-def _looks_wrong(given: Sequence[InfluentialSample], predicted: Sequence[InfluentialSample]) -> bool:
+def _agree(given: Sequence[InfluentialSample], predicted: Sequence[InfluentialSample]) -> bool:
     """Whether the closest samples, whichever of the two labels is right, all carry the predicted one."""
     if len(predicted) < NUM_WITNESSES:
         return False
@@ -235,11 +299,21 @@ def _without_lists(step: Step, row: int) -> QueryReport:
     )
 
 
+def _join(parts: Sequence[Mapping[str, Factors]]) -> dict[str, Factors]:
+    known = {name: factors for part in parts for name, factors in part.items()}
+    sizes = [next(iter(part.values())).num_samples for part in parts]
+    # A layer that the first queries did not use may be in the parts of later ones only.
+    return {
+        name: concatenate_samples([part.get(name, some.unused(size)) for part, size in zip(parts, sizes, strict=True)])
+        for name, some in known.items()
+    }
+
+
 def _total(per_layer: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, per_layer)
 
 
-def _rows(factors: Mapping[str, OuterFactors], rows: Tensor) -> dict[str, OuterFactors]:
+def _rows(factors: Mapping[str, Factors], rows: Tensor) -> dict[str, Factors]:
     return {name: layer_factors.samples(rows) for name, layer_factors in factors.items()}
 
 

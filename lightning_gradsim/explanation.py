@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples, tensors_of
 from lightning_gradsim.engine import EngineSettings, QueryBatch, run_pass
+from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.report import QueryReport, Report
 from lightning_gradsim.tasks import Task
@@ -26,6 +27,10 @@ from lightning_gradsim.train_pass import (
 
 NOISY_VALIDATION = 0.3
 """Share of queries whose own label looks wrong from which the report warns of a noisy validation set."""
+AUGMENTED = (
+    "training samples are augmented at random: what is scored and shown is one view of each. Pass `train_data=` "
+    "without augmentation for the samples as they are"
+)
 PANEL_QUERIES = 6
 PANEL_TILES = 4
 
@@ -66,7 +71,9 @@ class Reference:
     notes: tuple[str, ...]
 
 
-def make_reference(source: Any, adapter: Adapter, max_train_samples: int | None, seed: int) -> Reference:
+def make_reference(
+    source: Any, adapter: Adapter, max_train_samples: int | None, seed: int, num_batches: int | None = None
+) -> Reference:
     """Read what must be known of the training data before a pass.
 
     Args:
@@ -74,6 +81,7 @@ def make_reference(source: Any, adapter: Adapter, max_train_samples: int | None,
         adapter: Finds the targets of batches, for a stratified choice.
         max_train_samples: Compare with at most that many.
         seed: Seed of the choice.
+        num_batches: Read the first batches only, for a trial run.
 
     Returns:
         The reference.
@@ -82,10 +90,7 @@ def make_reference(source: Any, adapter: Adapter, max_train_samples: int | None,
     augmented = differs_on_second_read(reader)
     notes = []
     if augmented:
-        notes.append(
-            "training samples are augmented at random: what is scored and shown is one view of each; pass "
-            "`train_data=` without augmentation for the samples as they are"
-        )
+        notes.append(AUGMENTED)
     if reader.reads_in_process:
         notes.append(
             "the training dataset is read in the training process, since workers would have to be spawned: state "
@@ -93,6 +98,10 @@ def make_reference(source: Any, adapter: Adapter, max_train_samples: int | None,
         )
     total = len(reader)
     words = f"all {total:,} training samples"
+    if num_batches is not None:
+        reader = reader.choose(torch.arange(min(total, num_batches * reader.batch_size)))
+        words = f"the first {len(reader):,} of {total:,} training samples"
+        total = len(reader)
     if max_train_samples is not None and max_train_samples < total:
         labels = known_labels(reader)
         if labels is None:
@@ -213,8 +222,10 @@ def _notes(selection: QuerySelection, queries: Sequence[QueryReport], *, has_tea
 
 
 def _read_labels(reader: SampleReader, adapter: Adapter) -> Tensor | None:
-    targets = [adapter.split(batch)[1] for _, batch in reader.batches()]
-    labels = torch.cat(targets)
+    try:
+        labels = torch.cat([adapter.split(batch)[1] for _, batch in reader.batches()])
+    except BatchFormatError:  # only the module's own `gradsim_step` reads these batches
+        return None
     return labels if labels.ndim == 1 and not labels.is_floating_point() else None
 
 

@@ -47,9 +47,9 @@ class Failures:
             where = f"The traceback could not be written to `{log}` ({failure})."
         consequence = "Training goes on; this validation is not scored."
         if self.are_too_many:
-            consequence = f"Training goes on; after {MAX_FAILURES} failures in a row `{self.owner}` stops."
+            consequence = f"Training goes on; after {MAX_FAILURES} failures in a row the callback stops."
         warnings.warn(
-            f"`{self.owner}` failed in {what}: {type(error).__name__}: {error} {where} {consequence}",
+            f"`{self.owner}` failed in {what}: {type(error).__name__}: {str(error).rstrip('.')}. {where} {consequence}",
             GradSimWarning,
             stacklevel=2,
         )

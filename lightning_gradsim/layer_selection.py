@@ -42,7 +42,7 @@ def check_layer_spec(spec: LayerSpec) -> None:
         TypeError: If it is none of the accepted forms.
         ValueError: If it is empty.
     """
-    if isinstance(spec, str) or (callable(spec) and not isinstance(spec, type)):
+    if isinstance(spec, str) or (callable(spec) and not isinstance(spec, (type, nn.Module))):
         parts: Sequence[object] = ()
     elif isinstance(spec, Sequence):
         parts = spec

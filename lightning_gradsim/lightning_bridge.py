@@ -133,13 +133,18 @@ def is_trial_run(trainer: Trainer) -> bool:
     return bool(getattr(trainer, "fast_dev_run", False))
 
 
+def num_trial_batches(trainer: Trainer) -> int | None:
+    """How many batches a ``fast_dev_run`` reads; ``None`` for other runs."""
+    return int(getattr(trainer, "fast_dev_run", 0)) or None
+
+
 def output_directory(trainer: Trainer, name: str) -> Path:
     """Where files go; asks every rank alike, since ``log_dir`` broadcasts."""
     return Path(trainer.log_dir or trainer.default_root_dir) / name
 
 
 def is_last_validation_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether no further validation of ``fit`` falls into this epoch.
+    """Whether no further validation of ``fit`` falls into this epoch, or, under ``max_steps``, into this run.
 
     Args:
         trainer: The trainer, in the validation that follows the training batch.
@@ -150,6 +155,9 @@ def is_last_validation_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
         time), whether it was the last batch.
     """
     remaining = trainer.num_training_batches - (batch_idx + 1)
+    if trainer.max_steps >= 0:  # the run may end before the epoch does
+        steps = trainer.max_steps - trainer.global_step
+        remaining = min(remaining, steps * trainer.accumulate_grad_batches)
     interval = getattr(trainer, "val_check_batch", None)
     if trainer.is_last_batch or interval is None or math.isinf(remaining) or math.isinf(interval):
         return bool(trainer.is_last_batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, cast
@@ -150,6 +151,7 @@ def find_loss(module: nn.Module, loss_fn: nn.Module | LossFunction | None = None
     return None
 
 
+@functools.cache
 def cross_entropy() -> PerSampleLoss:
     """The default for integer targets."""
     return PerSampleLoss("the default for integer targets (cross-entropy)", nn.CrossEntropyLoss())
@@ -164,7 +166,7 @@ def _without_reduction(loss: nn.Module | LossFunction) -> LossFunction:
         unreduced.reduction = "none"
         return cast(LossFunction, unreduced)
     if "reduction" in _parameters(loss):
-        return lambda logits, targets: cast(Any, loss)(logits, targets, reduction="none")
+        return functools.partial(cast(Any, loss), reduction="none")
     return loss
 
 

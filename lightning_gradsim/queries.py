@@ -68,8 +68,8 @@ class ErrorCounts(Metric):
             wrong: Whether the prediction differs, bool ``[B]``.
         """
         classes = len(self.errors)
-        counted = labels[wrong] if classes > 1 else torch.zeros_like(labels[wrong], dtype=torch.long)
-        self.errors += torch.bincount(counted.cpu().long().flatten(), minlength=classes)
+        counted = labels[wrong] if classes > 1 else wrong.new_zeros(int(wrong.sum()), dtype=torch.long)
+        self.errors += torch.bincount(counted.cpu().long(), minlength=classes)
         self.total += len(wrong)
 
     def compute(self) -> tuple[dict[int, int], int]:
@@ -154,7 +154,7 @@ class QuerySelection:
     def _choose(self, candidates: list[Query]) -> list[Query]:
         if self.policy == "random":
             return sorted(candidates, key=self._lot)[: self.num_queries]
-        by_loss = sorted(candidates, key=lambda query: (-query.loss, query.ordinal))
+        by_loss = sorted(candidates, key=lambda query: (-query.loss, query.dataloader_idx, *_place(query)))
         if self.task not in (Task.CLASSIFICATION, Task.BINARY):
             return by_loss[: self.num_queries]
         # A sample that is not among the first now can only fall further behind, so dropping it loses nothing.
@@ -167,7 +167,7 @@ class QuerySelection:
         return [query for _, query in ranked[: self.num_queries]]
 
     def _lot(self, query: Query) -> tuple[int, int]:
-        key = (query.ordinal if query.sample_id is None else query.sample_id) + 1 + (query.dataloader_idx << 48)
+        key = _place(query)[0] + 1 + (query.dataloader_idx << 48)
         mixed = ((key ^ (self.seed * 0x2545F491)) * _MIX) & (2**64 - 1)
         mixed = ((mixed ^ (mixed >> 29)) * _MIX) & (2**64 - 1)
         return mixed ^ (mixed >> 32), query.ordinal
@@ -183,6 +183,10 @@ class QuerySelection:
             f"({'sample ids' if ids is not None else 'places in this validation'} {names[:10]}). Nothing is scored. "
             "Check the loss in eval mode."
         )
+
+
+def _place(query: Query) -> tuple[int, int]:
+    return query.ordinal if query.sample_id is None else query.sample_id, query.ordinal
 
 
 def check_policy(policy: str) -> QueryPolicy:

@@ -295,7 +295,9 @@ class Report:
         yield f"epoch {self.epoch}, step {self.step}: {self.errors_in_words}"
         yield f"{len(self.queries)} queries against {self.reference} ({layers}; {self.similarity})"
         if not self.queries:
-            yield "nothing to explain: no validation sample is misclassified"
+            dropped = "what validation met as wrong is right under the weights present at scoring"
+            reason = dropped if self.num_dropped_queries else "no validation sample is misclassified"
+            yield f"nothing to explain: {reason}"
         share = "" if self.time_share is None else f", {self.time_share:.1%} of training time so far"
         yield f"cost: {self.seconds:.2f} s{share}"
 

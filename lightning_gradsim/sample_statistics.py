@@ -83,6 +83,8 @@ def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label
     """
     sorted_ids, order = table.sample_ids.sort()
     rows = order[torch.searchsorted(sorted_ids, torch.tensor(sample_ids, dtype=torch.long))]
+    if table.labels.ndim == 1:
+        return dict(zip(sample_ids, table.labels[rows].tolist(), strict=True))
     return {sample_id: to_label(table.labels[row]) for sample_id, row in zip(sample_ids, rows.tolist(), strict=True)}
 
 

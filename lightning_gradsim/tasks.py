@@ -36,6 +36,7 @@ class Outcome:
         wrong: Whether the prediction differs from the label, bool ``[B]``; all ``True`` in regression.
         suggested: Most probable class other than the label, int64 ``[B]``; ``None`` without exclusive classes.
         suggested_probabilities: Its probability, ``[B]``; ``None`` like ``suggested``.
+        label_probabilities: Probability of the label, ``[B]``; ``None`` like ``suggested``.
     """
 
     labels: Tensor
@@ -44,6 +45,7 @@ class Outcome:
     wrong: Tensor
     suggested: Tensor | None = None
     suggested_probabilities: Tensor | None = None
+    label_probabilities: Tensor | None = None
 
 
 def read_outcome(task: Task, logits: Tensor, targets: Tensor, *, are_probabilities: bool = False) -> Outcome:
@@ -105,6 +107,11 @@ def check_class_indices(targets: Tensor, num_classes: int, ignore_index: int | N
     Raises:
         LabelRangeError: If a target is neither in ``[0, C)`` nor ``ignore_index``.
     """
+    if not targets.numel():
+        return
+    lowest, highest = targets.aminmax()
+    if bool((lowest >= 0) & (highest < num_classes)):
+        return
     outside = (targets < 0) | (targets >= num_classes)
     if ignore_index is not None:
         outside &= targets != ignore_index
@@ -122,10 +129,16 @@ def _classification(logits: Tensor, targets: Tensor) -> Outcome:
     top_probabilities, predictions = probabilities.max(1)
     labels = targets.argmax(1) if targets.is_floating_point() else targets.long()
     known = (labels >= 0) & (labels < logits.shape[1])  # ignored samples carry a value outside the classes
-    others = probabilities.scatter(1, labels.clamp(0, logits.shape[1] - 1)[:, None], -1.0)
-    suggested_probabilities, suggested = others.max(1)
+    index = labels.clamp(0, logits.shape[1] - 1)[:, None]
+    suggested_probabilities, suggested = probabilities.scatter(1, index, -1.0).max(1)
     return Outcome(
-        labels, predictions, top_probabilities, known & (predictions != labels), suggested, suggested_probabilities
+        labels,
+        predictions,
+        top_probabilities,
+        known & (predictions != labels),
+        suggested,
+        suggested_probabilities,
+        probabilities.gather(1, index)[:, 0],
     )
 
 
@@ -133,7 +146,7 @@ def _binary(probabilities: Tensor, targets: Tensor) -> Outcome:
     labels, predictions = (targets > 0.5).long(), (probabilities > 0.5).long()
     of_other = torch.where(labels == 1, 1 - probabilities, probabilities)
     sureness = torch.where(predictions == 1, probabilities, 1 - probabilities)
-    return Outcome(labels, predictions, sureness, labels != predictions, 1 - labels, of_other)
+    return Outcome(labels, predictions, sureness, labels != predictions, 1 - labels, of_other, 1 - of_other)
 
 
 def _one_value(values: Tensor) -> Tensor:

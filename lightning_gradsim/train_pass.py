@@ -280,7 +280,7 @@ def _is_pure(dataset: Any) -> bool:
 
 
 def _is_collection(source: Any) -> bool:
-    if isinstance(source, Mapping):
+    if isinstance(source, (Mapping, str)):
         return True
     return isinstance(source, (list, tuple)) and any(isinstance(part, (DataLoader, Dataset)) for part in source)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gradsim.errors import GradSimError, LayerSelectionError, SampleMixingError
-from lightning_gradsim.factors import OuterFactors, concatenate_positions, squared_norms
+from lightning_gradsim.errors import GradSimError, LayerSelectionError, LossError, SampleMixingError
+from lightning_gradsim.factors import Factors, concatenate_positions, squared_norms
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
-from lightning_gradsim.rules import Rule, find_rule
+from lightning_gradsim.rules import Rule, find_rule, split_gradients
 
 SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Largest relative difference between the summed factors and autograd on the first batch, by dtype of the layer's
@@ -73,7 +73,8 @@ class PerSampleGradients:
         self._order: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._rules: dict[str, Rule] = {}
-        self._unused: dict[str, OuterFactors] = {}
+        self._layers: dict[str, nn.Module] = {}
+        self._unused: dict[str, Factors] = {}
         self._is_settled = False
         self._is_recording = False
         self._rows_are_checked = False
@@ -115,7 +116,7 @@ class PerSampleGradients:
             finally:
                 self._is_recording = False
 
-    def factors(self, losses: Tensor, *, retain: bool = False) -> dict[str, OuterFactors]:
+    def factors(self, losses: Tensor, *, retain: bool = False) -> dict[str, Factors]:
         """Factors of the per-sample gradients, for the forward recorded last.
 
         Args:
@@ -124,12 +125,13 @@ class PerSampleGradients:
 
         Returns:
             Factors by layer name, ``B`` samples each; half-precision layers give float32. A layer that this forward
-            did not use has zero gradients.
+            did not use has zero gradients; one that no forward has used yet is absent.
 
         Raises:
             LayerSelectionError: If a chosen layer was not called or ran without gradients on the first batch.
             SampleMixingError: If rows of samples cannot be told apart, or a loss depends on other samples.
             GradSimError: If the factors do not sum to autograd's gradient, or an activation was changed in place.
+            LossError: If the losses have no graph.
         """
         if losses.ndim != 1:
             raise SampleMixingError(
@@ -144,22 +146,18 @@ class PerSampleGradients:
             _check_call(name, call, len(losses))
         if not self._rows_are_checked and len(losses) > 1:
             self._check_rows(losses, calls)
-        parts: dict[str, list[OuterFactors]] = {}
+        parts: dict[str, list[Factors]] = {}
         weights = torch.ones_like(losses)
         for (name, call), grads in zip(calls, _output_grads(losses, weights, calls, retain or first), strict=True):
             parts.setdefault(name, []).append(self._one_call(name, call, grads))
+        result = {name: concatenate_positions(parts[name]) for name in self.names if name in parts}
         if first:
-            result = {name: concatenate_positions(parts[name]) for name in self.names}
-            self._unused = {name: factors.unused(1) for name, factors in result.items()}
             self._check_sum(losses, result, retain)
-        else:
-            result = {
-                name: concatenate_positions(parts[name]) if name in parts else self._unused[name].unused(len(losses))
-                for name in self.names
-            }
+        self._unused.update({name: factors.unused(0) for name, factors in result.items() if name not in self._unused})
+        unused = {name: template.unused(len(losses)) for name, template in self._unused.items() if name not in result}
         if not retain:
             self._calls.clear()
-        return result
+        return {**result, **unused}
 
     def _watch(self, layers: Mapping[str, nn.Module]) -> None:
         for name, layer in layers.items():
@@ -215,9 +213,16 @@ class PerSampleGradients:
                     "`layers`."
                 )
             self._check_sharing(name, layers)
+        if not losses.requires_grad:
+            raise LossError(
+                "`losses` has no graph, so there is no gradient. 1. The outputs were detached. 2. The layers above run "
+                'under "no_grad" in the forward pass. Compute the losses from the outputs as they are.'
+            )
+        _check_mixing(self._module)
         self._check_uncalled(losses, layers)
         self._unwatch()
-        self._watch({name: layers[name] for name in self.names})
+        self._layers = {name: layers[name] for name in self.names}
+        self._watch(self._layers)
         self._is_settled = True
 
     def _check_sharing(self, name: str, layers: Mapping[str, nn.Module]) -> None:
@@ -245,49 +250,63 @@ class PerSampleGradients:
                 "1. It is unused for this batch. 2. Its parent uses the weight directly (as `nn.MultiheadAttention` "
                 "does). Choose another layer."
             )
-        self.names = tuple(name for name in self.names if name not in uncalled)
 
     def _check_rows(self, losses: Tensor, calls: Sequence[tuple[str, _Call]]) -> None:
-        only_first = torch.zeros_like(losses)
-        only_first[0] = 1
-        for (name, _), grads in zip(calls, _output_grads(losses, only_first, calls, retain=True), strict=True):
-            if grads is not None and bool(grads[1:].any()):
+        # The sample of highest loss: an ignored one has no gradient, by which mixing would show.
+        row = int(losses.detach().nan_to_num(0.0, 0.0, 0.0).argmax())
+        others = torch.arange(len(losses), device=losses.device) != row
+        only_one = (~others).to(losses.dtype)
+        for (name, _), grads in zip(calls, _output_grads(losses, only_one, calls, retain=True), strict=True):
+            if grads is None:
+                continue
+            self._rows_are_checked = self._rows_are_checked or bool(grads[row].any())
+            # Not-a-number passes: the engine names the samples that caused it.
+            if bool((grads[others].abs() > 0).any()):
                 raise SampleMixingError(
                     f"The loss of one sample depends on other rows of the output of layer `{name}`. 1. The batch is "
                     "not the first dimension there. 2. A layer above mixes samples (BatchNorm without running "
                     "statistics, a contrastive loss). Such a sample has no gradient of its own. Choose a layer above "
                     "it."
                 )
-        self._rows_are_checked = True
 
-    def _one_call(self, name: str, call: _Call, grads: Tensor | None) -> OuterFactors:
+    def _one_call(self, name: str, call: _Call, grads: Tensor | None) -> Factors:
         if grads is None:  # the losses do not depend on this output
-            grads = call.activations.new_zeros(call.output_shape)
-        factors = self._rules[name](self._module.get_submodule(name), call.activations, grads)
+            grads = torch.zeros(call.output_shape, dtype=call.output_dtype, device=call.activations.device)
+        try:
+            factors = self._rules[name](self._layers[name], call.activations, grads)
+        except GradSimError as error:
+            raise type(error)(f"Layer `{name}`: {error}") from error
         dtype = torch.promote_types(torch.promote_types(call.activations.dtype, grads.dtype), torch.float32)
         return factors.to(dtype=dtype)
 
-    def _check_sum(self, losses: Tensor, result: Mapping[str, OuterFactors], retain: bool) -> None:
-        layers = {name: _trainable(self._module.get_submodule(name)) for name in result}
-        parameters = [parameter for own in layers.values() for parameter in own]
+    def _check_sum(self, losses: Tensor, result: Mapping[str, Factors], retain: bool) -> None:
+        ours = {name: split_gradients(self._layers[name], factors.summed()) for name, factors in result.items()}
+        parameters = [self._layers[name].get_parameter(own) for name, grads in ours.items() for own in grads]
         if not parameters:
             return
-        grads = iter(
+        expected = iter(
             torch.autograd.grad(losses, parameters, torch.ones_like(losses), retain_graph=retain, allow_unused=True)
         )
-        for name, own in layers.items():
-            factors = result[name]
-            by_output = factors.output_grads.shape[2] * factors.output_grads.shape[3]
-            expected = torch.cat([_dense(next(grads), parameter).reshape(by_output, -1) for parameter in own], dim=1)
-            summed = factors.gradients.sum(0).flatten(0, 1)
+        for name, grads in ours.items():
+            differences = [_dense(next(expected), grad[0]) - grad[0] for grad in grads.values()]
+            difference = torch.stack([part.norm() for part in differences]).norm()
             tolerance = max(SUM_TOLERANCE[call.output_dtype] for call in self._calls[name])
-            scale = squared_norms(factors).sqrt().sum()
+            scale = squared_norms(result[name]).sqrt().sum()
             # Not-a-number passes: the engine names the samples that caused it.
-            if bool((summed - expected).norm() > tolerance * scale):
+            if bool(difference > tolerance * scale):
                 raise GradSimError(
                     f"The per-sample gradients of layer `{name}` do not sum to autograd's gradient. 1. Its weight is "
                     "also used outside the layer. 2. Its gradient rule is wrong. Leave the layer out of `layers`."
                 )
+
+
+def _check_mixing(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+            raise SampleMixingError(
+                f"Layer `{name}` (`{type(layer).__name__}`) normalises by the statistics of the batch, so a sample has "
+                "no gradient of its own. Put the module into eval mode, and keep `track_running_stats=True`."
+            )
 
 
 def _check_call(name: str, call: _Call, num_samples: int) -> None:
@@ -318,5 +337,7 @@ def _trainable(layer: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in layer.parameters(recurse=False) if parameter.requires_grad]
 
 
-def _dense(grad: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if grad is None else grad
+def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(like)
+    return grad.to_dense() if grad.is_sparse else grad

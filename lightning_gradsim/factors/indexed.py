@@ -39,6 +39,11 @@ class IndexedFactors:
         return self.output_grads.shape[1]
 
     @property
+    def num_elements(self) -> int:
+        """Elements of indices and output gradients."""
+        return self.output_grads.numel() + self.indices.numel()
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters that the gradient covers."""
         return self.num_rows * self.output_grads.shape[2]
@@ -72,7 +77,9 @@ class IndexedFactors:
         return IndexedFactors(self.indices.new_zeros(num_samples, 0), grads, self.num_rows)
 
     def to(self, *, dtype: torch.dtype) -> IndexedFactors:
-        """The same factors in another dtype."""
+        """The same factors in another dtype; themselves if they have it."""
+        if self.output_grads.dtype == dtype:
+            return self
         return IndexedFactors(self.indices, self.output_grads.to(dtype), self.num_rows)
 
     @staticmethod

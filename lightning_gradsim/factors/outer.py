@@ -51,6 +51,11 @@ class OuterFactors:
         return self.output_grads.shape[1]
 
     @property
+    def num_elements(self) -> int:
+        """Elements of both factors."""
+        return self.output_grads.numel() + (0 if self.activations is None else self.activations.numel())
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters that the gradient covers."""
         _, _, groups, outputs = self.output_grads.shape
@@ -91,7 +96,9 @@ class OuterFactors:
         return OuterFactors(activations, self.output_grads.new_zeros(num_samples, 0, groups, outputs), self.bias)
 
     def to(self, *, dtype: torch.dtype) -> OuterFactors:
-        """The same factors in another dtype."""
+        """The same factors in another dtype; themselves if they have it."""
+        if self.output_grads.dtype == dtype and (self.activations is None or self.activations.dtype == dtype):
+            return self
         activations = None if self.activations is None else self.activations.to(dtype)
         return OuterFactors(activations, self.output_grads.to(dtype), self.bias)
 

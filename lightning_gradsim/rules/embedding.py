@@ -31,7 +31,7 @@ def embedding_factors(layer: nn.Module, activations: Tensor, output_grads: Tenso
             "`nn.Embedding` with `scale_grad_by_freq` makes a sample's gradient depend on its batch, and with `max_norm` "
             "changes its weights in every forward. Leave the layer out of `layers`, or switch both off."
         )
-    indices = activations.flatten(1)  # [n, t]
+    indices = activations.unsqueeze(1).flatten(1)  # [n, t]
     grads = output_grads.reshape(*indices.shape, layer.embedding_dim)
     if layer.padding_idx is not None:
         grads = grads.masked_fill((indices == layer.padding_idx)[..., None], 0)

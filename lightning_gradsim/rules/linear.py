@@ -24,7 +24,7 @@ def linear_factors(layer: nn.Module, activations: Tensor, output_grads: Tensor) 
     return OuterFactors(
         _positions(activations) if layer.weight.requires_grad else None,
         _positions(output_grads),
-        bias=any(name == "bias" and parameter.requires_grad for name, parameter in layer.named_parameters()),
+        bias=layer.bias is not None and layer.bias.requires_grad,  # type: ignore[redundant-expr]
     )
 
 

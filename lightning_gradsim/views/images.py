@@ -105,7 +105,7 @@ def to_tile(pixels: Pixels | None, size: int, background: Colour = BACKDROP) -> 
     """
     canvas = Canvas(size, size, background)
     if pixels is None:
-        font_size = 18
+        font_size = 20
         words = "no image"
         canvas.text((size - measure_text(words, font_size)) / 2, size // 2 + font_size // 3, words, font_size, MUTED)
         return canvas.to_pixels()

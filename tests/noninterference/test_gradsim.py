@@ -9,6 +9,7 @@ from tests.noninterference.cases import CASES, Case
 from tests.noninterference.harness import differences, record_baseline, record_run
 
 
+@pytest.mark.filterwarnings("ignore:.*augmented at random")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_callback_changes_nothing(case: Case) -> None:
     """With the callback and without: the same run, bit for bit, while queries were scored."""

@@ -1,0 +1,368 @@
+"""The table of layer cases that ``tests/rules/test_exact.py`` compares with one-sample-at-a-time autograd.
+
+A new rule, or a new way to use a layer, is a new row here and no new test code.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.reference import to_dtype
+
+NUM_CLASSES = 4
+IGNORED = -1
+SEED = 7
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """A criterion with the targets that it takes."""
+
+    name: str
+    make_criterion: Callable[[str], nn.Module]  # from a reduction
+    make_targets: Callable[[int], Tensor]  # from a number of samples
+    predict: Callable[[Tensor], Tensor] | None  # from outputs to the targets that the model would have right
+    num_outputs: int = NUM_CLASSES
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A module, its inputs, the choice of layers, and the names that the choice must come to."""
+
+    name: str
+    make_module: Callable[[int], nn.Module]  # from a number of outputs
+    make_inputs: Callable[[int], Tensor]  # from a number of samples
+    layers: Any = "last"
+    names: tuple[str, ...] = ("head",)
+    loss: Loss = None  # cross-entropy
+    num_train: int = 20
+    num_queries: int = 6
+
+    def build(self, dtype=torch.float64):
+        """The case in one dtype; the numbers are the same in each."""
+        torch.manual_seed(SEED)
+        loss = self.loss or CROSS_ENTROPY
+        total = self.num_queries + self.num_train
+        module = self.make_module(loss.num_outputs)
+        inputs, targets = to_dtype(self.make_inputs(total), dtype), to_dtype(loss.make_targets(total), dtype)
+        return Built(self, loss, module.to(dtype), inputs, targets, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A case as tensors; the first samples are the queries."""
+
+    case: Case
+    loss: Loss
+    module: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    dtype: torch.dtype
+
+    @property
+    def queries(self):
+        number = self.case.num_queries
+        return self.inputs[:number], self.targets[:number]
+
+    @property
+    def train(self):
+        number = self.case.num_queries
+        return self.inputs[number:], self.targets[number:]
+
+    def criterion(self, reduction="none"):
+        return self.loss.make_criterion(reduction).to(self.dtype)
+
+    def losses(self, inputs, targets):
+        values = self.criterion()(self.module(inputs), targets)
+        return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+class Net(nn.Module):
+    """``tail(head(body(x)))``."""
+
+    def __init__(self, head, body=None, tail=None):
+        super().__init__()
+        # The head is registered first: "last" means the last called.
+        self.head = head
+        self.body = nn.Identity() if body is None else body
+        self.tail = nn.Identity() if tail is None else tail
+
+    def forward(self, x):
+        return self.tail(self.head(self.body(x)))
+
+
+class Mean(nn.Module):
+    """Average over all positions: ``[n, ..., o]`` to ``[n, o]``, not linear in the positions."""
+
+    def forward(self, x):
+        return torch.tanh(x).flatten(1, -2).mean(1)
+
+
+class KeywordCall(Net):
+    def forward(self, x):
+        return self.head(input=self.body(x))
+
+
+class Recurrent(Net):
+    def forward(self, x):
+        state = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.body(state + x[:, step]))
+        return self.head(state)
+
+
+class Siamese(Net):
+    def forward(self, x):
+        return self.head(x[:, 0]) - self.head(x[:, 1]).square()
+
+
+class SometimesUsed(Net):
+    """Calls ``body`` only for batches that hold a sample with a positive first feature, and only these need it."""
+
+    def forward(self, x):
+        needed = (x[:, :1] > 0).to(x.dtype)
+        if needed.any():
+            x = x + needed * torch.tanh(self.body(x))
+        return self.head(x)
+
+
+class Unheard(Net):
+    def forward(self, x):
+        self.body(x)
+        return self.head(x)
+
+
+class Residual(Net):
+    def forward(self, x):
+        hidden = self.body(x)
+        hidden += x  # in place, on the output of a chosen layer
+        return self.head(hidden + hidden.sigmoid())
+
+
+class NoGradTrunk(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            hidden = self.body(x)
+        return self.head(hidden)
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
+def frozen(module, *names):
+    for name, parameter in module.named_parameters():
+        if not names or name in names:
+            parameter.requires_grad_(False)
+    return module
+
+
+def with_hook(layer):
+    layer.register_forward_hook(_double)
+    return layer
+
+
+def _double(_, __, output):
+    return 2 * output
+
+
+def trained_batchnorm(features):
+    """A BatchNorm whose running statistics and affine parameters are not the initial ones."""
+    layer = nn.BatchNorm1d(features)
+    for values in (layer.running_mean, layer.running_var, layer.weight.data, layer.bias.data):
+        values.uniform_(0.5, 1.5)
+    return layer
+
+
+def normal(*shape):
+    return lambda number: torch.randn(number, *shape)
+
+
+def flagged_normal(features):
+    """The first sample has a positive first feature, some others have a negative one."""
+
+    def make(number):
+        inputs = torch.randn(number, features)
+        inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(number) % 3 == 0, 1, -1)
+        return inputs
+
+    return make
+
+
+def class_indices(number):
+    return torch.randint(NUM_CLASSES, (number,))
+
+
+def some_ignored(number):
+    return class_indices(number).masked_fill(torch.arange(number) % 4 == 1, IGNORED)
+
+
+def class_weights():
+    return torch.linspace(0.2, 3.0, NUM_CLASSES)
+
+
+def most_probable(outputs):
+    return outputs.argmax(1)
+
+
+def above_zero(outputs):
+    return (outputs > 0).to(outputs.dtype)
+
+
+def mlp(outputs, *activations):
+    return Net(nn.Linear(8, outputs), nn.Sequential(nn.Linear(6, 8), *(activations or (nn.Tanh(),))))
+
+
+def conv_net(outputs):
+    trunk = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten())
+    return Net(nn.Linear(12, outputs), trunk)
+
+
+def regularised(outputs):
+    return mlp(outputs, trained_batchnorm(8), nn.ReLU(inplace=True), nn.Dropout(0.5)).train()
+
+
+CROSS_ENTROPY = Loss(
+    "cross-entropy", lambda reduction: nn.CrossEntropyLoss(reduction=reduction), class_indices, most_probable
+)
+LOSSES = (
+    Loss(
+        "class-weights",
+        lambda reduction: nn.CrossEntropyLoss(class_weights(), reduction=reduction),
+        class_indices,
+        most_probable,
+    ),
+    Loss(
+        "label-smoothing",
+        lambda reduction: nn.CrossEntropyLoss(label_smoothing=0.2, reduction=reduction),
+        class_indices,
+        most_probable,
+    ),
+    Loss(
+        "ignore-index",
+        lambda reduction: nn.CrossEntropyLoss(ignore_index=IGNORED, reduction=reduction),
+        some_ignored,
+        most_probable,
+    ),
+    Loss(
+        "soft-targets",
+        lambda reduction: nn.CrossEntropyLoss(reduction=reduction),
+        lambda number: torch.randn(number, NUM_CLASSES).mul(3).softmax(1),
+        lambda outputs: F.one_hot(outputs.argmax(1), NUM_CLASSES).to(outputs.dtype),
+    ),
+    Loss(
+        "binary",
+        lambda reduction: nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0]), reduction=reduction),
+        lambda number: torch.randint(2, (number, 1)).float(),
+        above_zero,
+        num_outputs=1,
+    ),
+    Loss(
+        "multi-label",
+        lambda reduction: nn.BCEWithLogitsLoss(reduction=reduction),
+        lambda number: torch.randint(2, (number, 3)).float(),
+        above_zero,
+        num_outputs=3,
+    ),
+    Loss("mse", lambda reduction: nn.MSELoss(reduction=reduction), normal(1), None, num_outputs=1),
+    Loss("mse-vector", lambda reduction: nn.MSELoss(reduction=reduction), normal(3), None, num_outputs=3),
+    Loss("huber", lambda reduction: nn.HuberLoss(reduction=reduction), normal(1), None, num_outputs=1),
+)
+
+CASES = (
+    Case("linear-2d", lambda outputs: Net(nn.Linear(6, outputs)), normal(6)),
+    Case("linear-3d", lambda outputs: Net(nn.Linear(6, outputs), tail=Mean()), normal(3, 6)),
+    Case("linear-4d", lambda outputs: Net(nn.Linear(6, outputs), tail=Mean()), normal(2, 3, 6)),
+    Case("linear-wide", lambda outputs: Net(nn.Linear(32, outputs), tail=Mean()), normal(2, 32)),
+    Case("linear-long", lambda outputs: Net(nn.Linear(5, outputs), tail=Mean()), normal(30, 5)),
+    Case("linear-is-the-module", lambda outputs: nn.Linear(6, outputs), normal(6), names=("",)),
+    Case("no-bias", lambda outputs: Net(nn.Linear(6, outputs, bias=False)), normal(6)),
+    Case("no-bias-3d", lambda outputs: Net(nn.Linear(6, outputs, bias=False), tail=Mean()), normal(3, 6)),
+    Case("frozen-weight", lambda outputs: Net(frozen(nn.Linear(6, outputs), "weight")), normal(6)),
+    Case("frozen-weight-3d", lambda outputs: Net(frozen(nn.Linear(6, outputs), "weight"), tail=Mean()), normal(3, 6)),
+    Case("frozen-bias", lambda outputs: Net(frozen(nn.Linear(6, outputs), "bias")), normal(6)),
+    Case("one-sample", lambda outputs: Net(nn.Linear(6, outputs)), normal(6), num_train=1),
+    Case("in-place-relu-before", lambda outputs: mlp(outputs, nn.ReLU(inplace=True)), normal(6)),
+    Case(
+        "in-place-relu-after",
+        lambda outputs: mlp(outputs, nn.ReLU(inplace=True)),
+        normal(6),
+        layers="body.0",
+        names=("body.0",),
+    ),
+    Case("in-place-relu-at-the-end", lambda outputs: Net(nn.Linear(6, outputs), tail=nn.ReLU(inplace=True)), normal(6)),
+    Case(
+        "in-place-relu-after-3d",
+        lambda outputs: Net(nn.Linear(8, outputs), nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True)), tail=Mean()),
+        normal(3, 6),
+        layers="all",
+        names=("head", "body.0"),
+    ),
+    Case(
+        "in-place-sum-after",
+        lambda outputs: Residual(nn.Linear(6, outputs), nn.Linear(6, 6)),
+        normal(6),
+        layers="body",
+        names=("body",),
+    ),
+    Case(
+        "in-place-sum-after-3d",
+        lambda outputs: Residual(nn.Sequential(nn.Linear(6, outputs), Mean()), nn.Linear(6, 6)),
+        normal(3, 6),
+        layers="body",
+        names=("body",),
+    ),
+    Case(
+        "called-repeatedly",
+        lambda outputs: Recurrent(nn.Linear(6, outputs), nn.Linear(6, 6)),
+        normal(3, 6),
+        layers="all",
+        names=("head", "body"),
+    ),
+    Case("called-twice", lambda outputs: Siamese(nn.Linear(6, outputs)), normal(2, 6)),
+    Case(
+        "sometimes-unused",
+        lambda outputs: SometimesUsed(nn.Linear(6, outputs), nn.Linear(6, 6)),
+        flagged_normal(6),
+        layers="all",
+        names=("head", "body"),
+    ),
+    Case(
+        "output-without-effect",
+        lambda outputs: Unheard(nn.Linear(6, outputs), nn.Linear(6, 6)),
+        normal(6),
+        layers=["head", "body"],
+        names=("head", "body"),
+    ),
+    Case("keyword-call", lambda outputs: KeywordCall(nn.Linear(6, outputs)), normal(6)),
+    Case("hook-of-the-user", lambda outputs: Net(with_hook(nn.Linear(6, outputs)), nn.Linear(6, 6)), normal(6)),
+    Case("frozen-trunk", lambda outputs: Net(nn.Linear(8, outputs), frozen(nn.Linear(6, 8))), normal(6)),
+    Case("trunk-without-grad", lambda outputs: NoGradTrunk(nn.Linear(8, outputs), nn.Linear(6, 8)), normal(6)),
+    Case(
+        "checkpointed-trunk",
+        lambda outputs: Checkpointed(
+            nn.Sequential(nn.Linear(8, outputs), Mean()), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        ),
+        normal(3, 6),
+        layers=["body.2", "head.0"],
+        names=("body.2", "head.0"),
+    ),
+    Case("mlp-all", mlp, normal(6), layers="all", names=("head", "body.0")),
+    Case(
+        "several-layers",
+        lambda outputs: mlp(outputs, nn.GELU(), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh()),
+        normal(6),
+        layers=["body.0", "body.4"],
+        names=("body.0", "body.4"),
+    ),
+    Case("dropout-and-batchnorm", regularised, normal(6)),
+    Case("dropout-and-batchnorm-below", regularised, normal(6), layers="body.0", names=("body.0",)),
+    Case("conv-trunk", conv_net, normal(2, 4, 4)),
+    *(Case(f"loss-{loss.name}", mlp, normal(6), layers="all", names=("head", "body.0"), loss=loss) for loss in LOSSES),
+)

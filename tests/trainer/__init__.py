@@ -1,0 +1,1 @@
+"""The callback in a real Trainer."""

@@ -1,0 +1,360 @@
+"""One pass: which queries and samples it lists, what it refuses, what it leaves behind."""
+
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.engine import NUM_WITNESSES, EngineSettings, QueryBatch, run_pass
+from lightning_gradsim.errors import GradSimError, LabelRangeError, NonFiniteError, SampleMixingError
+from lightning_gradsim.scores import SIMILARITIES
+from tests.cases import Net
+
+FEATURES, CLASSES = 4, 3
+
+
+class ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(scale)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+class Brittle(nn.Module):
+    """The gradient of samples with a first feature above 50 is not finite, although their loss is."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x):
+        return ScaledGradient.apply(self.head(x), torch.where(x[:, :1] > 50, torch.nan, 1.0))
+
+
+def samples(number):
+    return torch.randn(number, FEATURES), torch.randint(CLASSES, (number,))
+
+
+def wrong_samples(module, number):
+    """Samples that the module gets wrong."""
+    x, _ = samples(number)
+    with torch.no_grad():
+        predictions = module(x).argmax(1)
+    return x, (predictions + 1) % CLASSES
+
+
+def run(module, queries, train, *, ids=None, batch_size=5, criterion=None, adapter=None, context=None, **settings):
+    adapter = adapter or Adapter()
+    adapter.bind(module, criterion)
+    query_batches = [] if queries is None else [QueryBatch(range(len(queries[0])), queries)]
+    ids = torch.arange(len(train[0])) if ids is None else ids
+    batches = [(ids[rows], tuple(part[rows] for part in train)) for rows in torch.arange(len(ids)).split(batch_size)]
+    arguments = () if context is None else (context,)
+    return run_pass(module, adapter, query_batches, batches, EngineSettings(**settings), *arguments)
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_lists_hold_opponents_and_proponents_only(similarity):
+    module = nn.Linear(FEATURES, CLASSES)
+    result = run(module, wrong_samples(module, 6), samples(40), similarity=similarity, top_k=40)
+    for query in result.queries.values():
+        assert query.harmful
+        assert query.look_alikes
+        assert query.teachers
+        assert all(sample.score < 0 for sample in query.harmful)
+        assert all(sample.score > 0 for sample in (*query.look_alikes, *query.teachers))
+        assert all(sample.score <= 1 for sample in query.look_alikes)
+        if similarity == "cosine":
+            assert not {s.sample_id for s in query.harmful} & {s.sample_id for s in query.look_alikes}
+
+
+def test_a_step_on_an_opponent_raises_the_loss_and_on_a_proponent_lowers_it():
+    """By the score, to first order in the step width."""
+    module, step_width = nn.Linear(FEATURES, CLASSES).double(), 1e-4
+    inputs, labels = (part.double() if part.is_floating_point() else part for part in samples(30))
+    x = torch.randn(1, FEATURES, dtype=torch.float64)
+    with torch.no_grad():
+        y = (module(x).argmax(1) + 1) % CLASSES
+    [query] = run(module, (x, y), (inputs, labels), top_k=5).queries.values()
+
+    def change(sample_id, label):
+        """How the query's loss for a label changes by a step on a training sample, over the step width."""
+        loss = nn.functional.cross_entropy(module(inputs[[sample_id]]), labels[[sample_id]])
+        grads = torch.autograd.grad(loss, list(module.parameters()))
+        with torch.no_grad():
+            moved = [p - step_width * grad for p, grad in zip(module.parameters(), grads, strict=True)]
+            outputs = torch.cat([nn.functional.linear(x, *moved), module(x)])
+            after, before = nn.functional.cross_entropy(outputs, torch.tensor([label, label]), reduction="none")
+        return float(after - before) / step_width
+
+    for sample in query.harmful:
+        assert change(sample.sample_id, query.label) > 0
+        assert change(sample.sample_id, query.label) == pytest.approx(-sample.score, rel=0.01)
+    for sample in query.teachers:
+        assert change(sample.sample_id, query.prediction) < 0
+        assert change(sample.sample_id, query.prediction) == pytest.approx(-sample.score, rel=0.01)
+
+
+def test_records_say_what_a_sample_is():
+    module = nn.Linear(FEATURES, CLASSES)
+    queries, train = wrong_samples(module, 6), samples(40)
+    ids = torch.randperm(500)[:40]
+    result = run(module, queries, train, ids=ids)
+    labels = dict(zip(ids.tolist(), train[1].tolist(), strict=True))
+    with torch.no_grad():
+        logits = module(queries[0])
+    assert list(result.queries) == list(range(6))
+    for position, query in result.queries.items():
+        assert query.label == int(queries[1][position])
+        assert query.prediction == int(logits[position].argmax())
+        assert query.probability == pytest.approx(float(logits[position].softmax(0).max()))
+        assert query.loss == pytest.approx(float(nn.functional.cross_entropy(logits[position], queries[1][position])))
+        for sample in (*query.harmful, *query.look_alikes, *query.teachers):
+            assert sample.label == labels[sample.sample_id]
+            assert sample.label_is_prediction == (sample.label == query.prediction)
+    assert result.num_samples == 40
+    assert result.layers == ("",)
+    assert result.has_teachers
+
+
+def test_queries_that_are_right_by_now_are_absent():
+    module = nn.Linear(FEATURES, CLASSES)
+    x, y = wrong_samples(module, 6)
+    y[[1, 4]] = (y[[1, 4]] - 1) % CLASSES
+    assert list(run(module, (x, y), samples(20)).queries) == [0, 2, 3, 5]
+    assert not run(module, (x[[1, 4]], y[[1, 4]]), samples(20)).queries
+
+
+def test_dropped_queries_change_nothing_for_the_others():
+    module = nn.Linear(FEATURES, CLASSES)
+    (x, y), train = wrong_samples(module, 6), samples(20)
+    alone = run(module, (x[2:3], y[2:3]), train).queries[0]
+    y[[0, 1]] = (y[[0, 1]] - 1) % CLASSES
+    among = run(module, (x, y), train).queries[2]
+    assert [s.sample_id for s in among.harmful] == [s.sample_id for s in alone.harmful]
+    assert [s.sample_id for s in among.teachers] == [s.sample_id for s in alone.teachers]
+
+
+@pytest.mark.parametrize("top_k", [1, 3, NUM_WITNESSES, 12, 1000])
+def test_length_of_the_lists(top_k):
+    module = nn.Linear(FEATURES, CLASSES)
+    queries, train = wrong_samples(module, 4), samples(30)
+    everything = run(module, queries, train, top_k=1000).queries
+    for position, query in run(module, queries, train, top_k=top_k).queries.items():
+        assert query.harmful == everything[position].harmful[:top_k]
+        assert query.look_alikes == everything[position].look_alikes[:top_k]
+        assert query.teachers == everything[position].teachers[:top_k]
+        assert query.label_looks_wrong == everything[position].label_looks_wrong
+
+
+def test_ties_go_to_the_smaller_id():
+    module = nn.Linear(FEATURES, CLASSES)
+    x, y = samples(1)
+    train = x.expand(12, -1), y.expand(12)
+    ids = torch.randperm(100)[:12]
+    result = run(module, wrong_samples(module, 5), train, ids=ids, batch_size=5, top_k=4)
+    lists = [each for q in result.queries.values() for each in (q.harmful, q.look_alikes, q.teachers) if each]
+    assert lists
+    assert all([sample.sample_id for sample in each] == sorted(ids.tolist())[:4] for each in lists)
+    assert result.suspects.sample_ids.tolist() == sorted(ids.tolist())
+
+
+def test_no_queries():
+    module, train = nn.Linear(FEATURES, CLASSES), samples(20)
+    result = run(module, None, train)
+    assert result.queries == {}
+    assert not result.has_teachers
+    assert result.num_samples == len(result.suspects) == 20
+    assert torch.equal(result.suspects.scores, run(module, wrong_samples(module, 3), train).suspects.scores)
+
+
+def test_no_queries_and_no_samples():
+    result = run_pass(nn.Linear(FEATURES, CLASSES), Adapter(), [], [], EngineSettings())
+    assert (result.queries, len(result.suspects), result.num_samples) == ({}, 0, 0)
+
+
+def test_suspects_are_flagged_where_the_model_disagrees():
+    module, (x, y) = nn.Linear(FEATURES, CLASSES), samples(20)
+    suspects = run(module, None, (x, y)).suspects
+    with torch.no_grad():
+        logits = module(x)
+    for suspect in suspects:
+        assert suspect.label == int(y[suspect.sample_id])
+        assert suspect.flagged == (int(logits[suspect.sample_id].argmax()) != suspect.label)
+        others = logits[suspect.sample_id].softmax(0).clone()
+        others[suspect.label] = -1
+        assert suspect.suggested_label == int(others.argmax())
+        assert suspect.probability == pytest.approx(float(others.max()), abs=1e-3)
+
+
+def test_regression_has_neither_teachers_nor_flags():
+    module = nn.Linear(FEATURES, 1)
+    x = torch.randn(20, FEATURES)
+    result = run(module, (x[:4], torch.randn(4)), (x, torch.randn(20)), criterion=nn.MSELoss())
+    assert len(result.queries) == 4
+    assert not result.has_teachers
+    assert result.suspects.num_flagged == 0
+    assert all(query.harmful and not query.teachers and query.probability is None for query in result.queries.values())
+
+
+def near_one_sample(label_nearby, number_nearby, label_far=2, margin=6.0):
+    """A query of label 0, predicted as 1, among training samples that are close to it and others that are not."""
+    module = nn.Linear(FEATURES, CLASSES, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.eye(CLASSES, FEATURES))
+    query = torch.tensor([[0.0, margin, 0.0, 5.0]]), torch.tensor([0])
+    near = query[0] + 0.01 * torch.randn(number_nearby, FEATURES)
+    far = torch.randn(20, FEATURES) * torch.tensor([1.0, 1.0, 1.0, 0.0])
+    labels = torch.cat([torch.full((number_nearby,), label_nearby), torch.full((20,), label_far)])
+    [report] = run(module, query, (torch.cat([near, far]), labels)).queries.values()
+    return report
+
+
+def test_a_validation_label_is_doubted_where_the_closest_samples_carry_the_prediction():
+    assert near_one_sample(1, NUM_WITNESSES).label_looks_wrong
+
+
+@pytest.mark.parametrize(("label", "number"), [(0, NUM_WITNESSES), (2, NUM_WITNESSES), (1, NUM_WITNESSES - 1)])
+def test_a_validation_label_is_not_doubted_without_witnesses(label, number):
+    assert not near_one_sample(label, number).label_looks_wrong
+
+
+def test_a_validation_label_is_not_doubted_where_the_model_is_unsure():
+    assert not near_one_sample(1, NUM_WITNESSES, margin=2.0).label_looks_wrong
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 20])
+def test_training_losses_that_are_not_finite_are_named(batch_size):
+    module, (x, y) = nn.Linear(FEATURES, CLASSES), samples(20)
+    x[[3, 11]] = torch.nan
+    ids = torch.arange(20) + 500
+    with pytest.raises(NonFiniteError, match=r"sample ids \[503, 511\]\)\. Nothing is scored\. Check the loss"):
+        run(module, wrong_samples(module, 3), (x, y), ids=ids, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 20])
+def test_training_gradients_that_are_not_finite_are_named(batch_size):
+    module, (x, y) = Brittle(), samples(20)
+    x[[3, 11], 0] = 100
+    ids = torch.arange(20) + 500
+    with pytest.raises(NonFiniteError, match=r"sample ids \[503, 511\]\)\. Nothing is scored"):
+        run(module, wrong_samples(module, 3), (x, y), ids=ids, batch_size=batch_size)
+
+
+def test_queries_that_are_not_finite_are_refused():
+    module, (x, y) = nn.Linear(FEATURES, CLASSES), samples(4)
+    x[2] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"loss of a query is not finite.*Check the loss in eval mode"):
+        run(module, (x, y), samples(20))
+
+
+def test_query_gradients_that_are_not_finite_are_refused():
+    module = Brittle()
+    x, y = samples(4)
+    x[2, 0] = 100
+    with torch.no_grad():
+        y = (module(x).argmax(1) + 1) % CLASSES
+    with pytest.raises(NonFiniteError, match=r"gradient of a query is not finite.*the layers above `head`"):
+        run(module, (x, y), samples(20))
+
+
+def test_labels_out_of_range_are_named_with_their_batch():
+    module, (x, y) = nn.Linear(FEATURES, CLASSES), samples(20)
+    y[7] = 9
+    with pytest.raises(
+        LabelRangeError, match=r"training samples \[105, 106, 107, 108, 109\]: Labels \[9\] lie outside"
+    ):
+        run(module, None, (x, y), ids=torch.arange(20) + 100)
+
+
+def test_mixing_is_refused():
+    module = Net(nn.Linear(FEATURES, CLASSES), tail=nn.BatchNorm1d(CLASSES, affine=False, track_running_stats=False))
+    with pytest.raises(SampleMixingError, match="Layer `tail`"):
+        run(module, None, samples(20))
+
+
+def snapshot(module):
+    return (
+        {name: value.clone() for name, value in module.state_dict().items()},
+        [part.training for part in module.modules()],
+        [(len(part._forward_hooks), len(part._forward_pre_hooks), sorted(vars(part))) for part in module.modules()],
+        [None if p.grad is None else p.grad.clone() for p in module.parameters()],
+        torch.is_grad_enabled(),
+        torch.get_rng_state().clone(),
+    )
+
+
+def assert_same(left, right):
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        assert_same(list(left.values()), list(right.values()))
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_module_is_left_as_found(failing):
+    trunk = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5))
+    module = Net(nn.Linear(8, CLASSES), trunk).train()
+    trunk[1].eval()
+    x, y = samples(20)
+    nn.functional.cross_entropy(module(x), y).backward()
+    before = snapshot(module)
+    if failing:
+        y = y.clone()
+        y[-1] = 17
+        with pytest.raises(LabelRangeError):
+            run(module, (x[:4], y[:4]), (x, y))
+    else:
+        run(module, (x[:4], y[:4]), (x, y))
+    assert_same(snapshot(module), before)
+
+
+def test_every_forward_runs_in_the_precision_context():
+    entered = []
+
+    @contextmanager
+    def context():
+        entered.append(True)
+        yield
+
+    module = nn.Linear(FEATURES, CLASSES)
+    run(module, wrong_samples(module, 3), samples(20), batch_size=5, context=context)
+    assert len(entered) == 1 + 4
+
+
+def test_batches_are_let_go():
+    """Working memory does not grow with the number of training samples."""
+    module, alive, most = nn.Linear(FEATURES, CLASSES), [], 0
+    adapter = Adapter()
+
+    def batches():
+        nonlocal most
+        for start in range(0, 200, 5):
+            x, y = samples(5)
+            alive.append(weakref.ref(x))
+            yield torch.arange(start, start + 5), (x, y)
+            del x, y
+            most = max(most, sum(reference() is not None for reference in alive))
+
+    run_pass(module, adapter, [QueryBatch(range(3), wrong_samples(module, 3))], batches(), EngineSettings())
+    assert len(alive) == 40
+    assert most <= 1
+
+
+def test_errors_are_of_the_package():
+    with pytest.raises(GradSimError, match=r"`layers='headd'` matches no layer of `Net`\. Closest: `head`"):
+        run(Net(nn.Linear(FEATURES, CLASSES)), None, samples(5), layers="headd")

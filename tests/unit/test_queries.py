@@ -1,0 +1,237 @@
+"""Which misclassified validation samples are kept, whatever the order in which they come."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.errors import NonFiniteError
+from lightning_gradsim.queries import QUERY_POLICIES, ErrorCounts, QuerySelection, check_policy
+from lightning_gradsim.tasks import Task
+
+CLASSES, NUM_SAMPLES = 4, 60
+
+every_policy = pytest.mark.parametrize("policy", QUERY_POLICIES)
+
+
+class Logits(nn.Module):
+    """The inputs are the logits, so that the test chooses the losses."""
+
+    def forward(self, x):
+        return x
+
+
+def samples(ties=False):
+    logits = torch.randn(NUM_SAMPLES, CLASSES)
+    if ties:
+        logits = logits.sign() * (1 + torch.arange(CLASSES) * 1e-3)
+    labels = torch.randint(CLASSES, (NUM_SAMPLES,)).clamp(max=2)  # no sample of class 3
+    labels[:40] = 0  # one class dominates
+    return logits, labels
+
+
+def select(data, *, num_queries=10, policy="highest_loss", seed=0, order=None, batch_size=7, with_ids=True, loader=0):
+    selection, adapter = QuerySelection(num_queries, policy, seed), Adapter()
+    logits, labels = data
+    for rows in (torch.arange(len(labels)) if order is None else order).split(batch_size):
+        batch = {"x": logits[rows], "label": labels[rows], "row": rows}
+        step = adapter.step(Logits(), batch)
+        selection.update(adapter, batch, step, rows if with_ids else None, loader)
+        assert len(selection.queries) <= num_queries
+    return selection
+
+
+def ids(selection):
+    return [query.sample_id for query in selection.queries]
+
+
+def losses_and_mistakes(data):
+    logits, labels = data
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    return losses, logits.argmax(1) != labels
+
+
+@every_policy
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("num_queries", [1, 10, 100])
+def test_streaming_equals_the_choice_at_once(policy, ties, num_queries):
+    data = samples(ties)
+    expected = ids(select(data, policy=policy, num_queries=num_queries, batch_size=NUM_SAMPLES))
+    for order in (torch.arange(NUM_SAMPLES), torch.arange(NUM_SAMPLES).flip(0), torch.randperm(NUM_SAMPLES)):
+        for batch_size in (3, 59):
+            selection = select(data, policy=policy, num_queries=num_queries, order=order, batch_size=batch_size)
+            assert ids(selection) == expected
+
+
+@every_policy
+def test_only_mistakes_and_all_of_them_if_there_is_room(policy):
+    data = samples()
+    _, wrong = losses_and_mistakes(data)
+    assert sorted(ids(select(data, policy=policy, num_queries=1000))) == wrong.nonzero().flatten().tolist()
+
+
+def test_highest_loss_is_balanced_over_labels():
+    """First the worst of every class, then the second worst, and so on."""
+    data = samples()
+    losses, wrong = losses_and_mistakes(data)
+    expected, rank = [], Counter()
+    for sample_id in losses.argsort(descending=True).tolist():
+        if wrong[sample_id]:
+            label = int(data[1][sample_id])
+            expected.append((rank[label], -float(losses[sample_id]), sample_id))
+            rank[label] += 1
+    expected.sort()
+    chosen = ids(select(data, num_queries=9))
+    assert chosen == [sample_id for _, _, sample_id in expected[:9]]
+    assert Counter(data[1][chosen].tolist()) == {0: 3, 1: 3, 2: 3}
+
+
+def test_ties_go_to_the_smaller_id():
+    data = torch.tensor([[1.0, 0.0]]).expand(6, 2), torch.ones(6).long()
+    assert ids(select(data, num_queries=3, order=torch.arange(6).flip(0), batch_size=1)) == [0, 1, 2]
+
+
+def test_random_choice_depends_on_seed_and_ids_alone():
+    data, state = samples(), torch.get_rng_state()
+    first = ids(select(data, policy="random", seed=1))
+    assert ids(select(data, policy="random", seed=1, order=torch.randperm(NUM_SAMPLES))) == first
+    assert ids(select(data, policy="random", seed=2)) != first
+    torch.set_rng_state(state)
+    select(data, policy="random", seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_random_choice_is_fair():
+    data = torch.tensor([[1.0, 0.0]]).expand(20, 2), torch.ones(20).long()
+    hits = Counter()
+    for seed in range(100):
+        hits.update(ids(select(data, policy="random", seed=seed, num_queries=5, batch_size=20)))
+    assert all(10 <= hits[sample_id] <= 40 for sample_id in range(20))  # 25 expected, standard deviation 4
+
+
+def test_random_choice_differs_between_loaders():
+    data = samples()
+    assert ids(select(data, policy="random")) != ids(select(data, policy="random", loader=1))
+
+
+@every_policy
+def test_kept_samples_are_whole_and_independent_copies(policy):
+    data = samples()
+    selection = select(data, policy=policy)
+    losses, _ = losses_and_mistakes(data)
+    before = [query.data["x"].clone() for query in selection.queries]
+    for query, x in zip(selection.queries, before, strict=True):
+        assert torch.equal(x, data[0][query.sample_id][None])
+        assert query.data["row"].tolist() == [query.sample_id]
+        assert query.label == query.data["label"].item() == int(data[1][query.sample_id])
+        assert query.loss == pytest.approx(float(losses[query.sample_id]))
+    data[0].zero_()
+    assert all(torch.equal(query.data["x"], x) for query, x in zip(selection.queries, before, strict=True))
+
+
+def test_memory_is_capped():
+    """No more samples than asked for are copied at any time: each is copied when it is chosen, and only then."""
+    copies = []
+
+    class Counted(Adapter):
+        def take_sample(self, batch, index, batch_size):
+            copies.append(index)
+            return super().take_sample(batch, index, batch_size)
+
+    logits, labels = samples()
+    selection, adapter = QuerySelection(3), Counted()
+    batch = (logits, labels)
+    selection.update(adapter, batch, adapter.step(Logits(), batch), None, 0)
+    assert len(copies) == 3
+
+
+def test_several_loaders():
+    first, second = samples(), samples()
+    selection, adapter = QuerySelection(1000), Adapter()
+    for loader, batch in enumerate((first, second)):
+        selection.update(adapter, batch, adapter.step(Logits(), batch), torch.arange(NUM_SAMPLES), loader)
+    found = {(query.dataloader_idx, query.sample_id) for query in selection.queries}
+    expected = {
+        (i, int(row)) for i, data in enumerate((first, second)) for row in losses_and_mistakes(data)[1].nonzero()
+    }
+    assert found == expected
+    assert len({query.ordinal for query in selection.queries}) == len(found)
+
+
+def test_without_ids():
+    selection = select(samples(), with_ids=False)
+    assert ids(selection) == [None] * 10
+    assert len({query.ordinal for query in selection.queries}) == 10
+
+
+def test_counts_of_errors():
+    data = samples()
+    _, wrong = losses_and_mistakes(data)
+    by_class, errors, total = select(data).error_counts()
+    assert by_class == dict(sorted(Counter(data[1][wrong].tolist()).items()))
+    assert (errors, total) == (int(wrong.sum()), NUM_SAMPLES)
+
+
+def test_counts_before_any_batch():
+    assert QuerySelection(3).error_counts() == ({}, 0, 0)
+
+
+@pytest.mark.parametrize("criterion", [nn.BCEWithLogitsLoss(), nn.MSELoss()])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_counts_of_other_tasks(criterion, outputs):
+    adapter, selection = Adapter(), QuerySelection(5)
+    adapter.bind(Logits(), criterion)
+    batch = torch.randn(NUM_SAMPLES, outputs), torch.randint(2, (NUM_SAMPLES, outputs)).float()
+    step = adapter.step(Logits(), batch)
+    selection.update(adapter, batch, step, None, 0)
+    by_class, errors, total = selection.error_counts()
+    assert total == NUM_SAMPLES
+    assert errors == int(step.outcome.wrong.sum())
+    assert sum(by_class.values()) == (errors if step.task is Task.BINARY else 0)
+    if step.task is not Task.BINARY:  # no classes to balance over
+        expected = step.losses.masked_fill(~step.outcome.wrong, -1).sort(descending=True).values[:5]
+        assert [query.loss for query in selection.queries] == pytest.approx(expected.tolist())
+
+
+def test_error_counts_add_up_over_updates():
+    counts = ErrorCounts(3)
+    counts.update(torch.tensor([0, 2, 2]), torch.tensor([True, True, False]))
+    counts.update(torch.tensor([2]), torch.tensor([True]))
+    counts.update(torch.empty(0).long(), torch.empty(0).bool())
+    assert counts.compute() == ({0: 1, 2: 2}, 4)
+
+
+def test_ignored_samples_are_no_queries():
+    data = samples()
+    data[1][::2] = -100
+    assert all(sample_id % 2 for sample_id in ids(select(data, num_queries=1000)))
+
+
+def test_no_mistakes():
+    logits, _ = samples()
+    selection = select((logits, logits.argmax(1)))
+    assert selection.queries == ()
+    assert selection.error_counts() == ({}, 0, NUM_SAMPLES)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("with_ids", "words"), [(True, r"sample ids \[20, 33\]"), (False, r"places in this validation \[9, 26\]")]
+)
+def test_losses_that_are_not_finite_are_named(value, with_ids, words):
+    logits, labels = samples()
+    logits[[20, 33]] = torch.tensor([value] * CLASSES)
+    order = torch.arange(NUM_SAMPLES)
+    order[[9, 20]], order[[26, 33]] = order[[20, 9]], order[[33, 26]]
+    with pytest.raises(NonFiniteError, match=rf"2 samples of loader 1 \({words}\)\. Nothing is scored") as caught:
+        select((logits, labels), order=order, batch_size=NUM_SAMPLES, with_ids=with_ids, loader=1)
+    assert "Check the loss in eval mode" in str(caught.value)
+
+
+def test_policies():
+    for policy in QUERY_POLICIES:
+        assert check_policy(policy) == policy
+    with pytest.raises(ValueError, match=r"`query_policy='worst'` is not known\. Expected one of highest_loss, random"):
+        check_policy("worst")

@@ -1,0 +1,268 @@
+"""Records, their tables and their words."""
+
+import csv
+import io
+import json
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+
+from lightning_gradsim.report import (
+    INFLUENCE_COLUMNS,
+    SUSPECT_COLUMNS,
+    InfluentialSample,
+    QueryReport,
+    Report,
+    Suspect,
+    SuspectTable,
+    to_label,
+)
+
+
+def table(number=5):
+    return SuspectTable(
+        sample_ids=torch.arange(10, 10 + number),
+        scores=torch.linspace(2, 1, number),
+        labels=torch.arange(number, dtype=torch.int32) % 3,
+        suggested_labels=torch.arange(1, number + 1, dtype=torch.int32) % 3,
+        probabilities=torch.linspace(0.25, 0.75, number).half(),
+        flagged=torch.arange(number) % 2 == 0,
+    )
+
+
+def query(**changes):
+    return replace(
+        QueryReport(
+            sample_id=7,
+            dataloader_idx=1,
+            label=0,
+            prediction=2,
+            probability=0.875,
+            loss=1.5,
+            harmful=(InfluentialSample(41, 2, -3.5, True), InfluentialSample(42, 1, -2.5, False)),
+            teachers=(InfluentialSample(43, 2, 9.5, True),),
+            look_alikes=(InfluentialSample(44, 0, 0.75, False),),
+        ),
+        **changes,
+    )
+
+
+def report(**changes):
+    return replace(
+        Report(
+            epoch=2,
+            step=300,
+            layers=("head",),
+            similarity="dot",
+            reference="all 1,000 training samples",
+            num_train_samples=1000,
+            num_validation_samples=200,
+            num_errors=12,
+            errors_per_class={0: 5, 2: 7},
+            queries=(query(), query(sample_id=None, label_looks_wrong=True)),
+            suspects=table(),
+            class_names=("cat", "dog", "ape"),
+            notes=("something limits this",),
+            seconds=1.25,
+            time_share=0.05,
+        ),
+        **changes,
+    )
+
+
+def read_csv(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_suspects_are_a_sequence():
+    suspects = table()
+    assert len(suspects) == 5
+    assert suspects[0] == Suspect(10, 0, 1, 0.25, 2.0, True)
+    assert suspects[-1] == suspects[4] == list(suspects)[4]
+    assert suspects[1:3] == (suspects[1], suspects[2])
+    assert suspects[::-2] == (suspects[4], suspects[2], suspects[0])
+    assert suspects[20:] == ()
+    assert len(suspects[:20]) == 5
+    assert suspects[2] in suspects
+    assert suspects.num_flagged == 3
+
+
+@pytest.mark.parametrize("index", [5, -6, 100])
+def test_suspects_beyond_the_end(index):
+    with pytest.raises(IndexError, match=rf"`suspects\[{index}\]` does not exist; there are 5"):
+        table()[index]
+
+
+def test_an_empty_table():
+    empty = SuspectTable.empty()
+    assert len(empty) == empty.num_flagged == 0
+    assert list(empty) == empty.to_rows() == []
+    assert read_csv(empty.to_csv()) == []
+    assert empty.to_csv().strip() == ",".join(SUSPECT_COLUMNS)
+
+
+@pytest.mark.parametrize(("limit", "number"), [(None, 5), (2, 2), (0, 0), (50, 5)])
+def test_suspect_rows(limit, number):
+    rows = table().to_rows(limit)
+    assert len(rows) == number
+    for rank, (row, suspect) in enumerate(zip(rows, table(), strict=False), start=1):
+        assert tuple(row) == SUSPECT_COLUMNS
+        assert row == {"rank": rank, **vars(suspect)}
+
+
+def test_suspect_csv(tmp_path):
+    text = table().to_csv(tmp_path / "suspects.csv")
+    assert (tmp_path / "suspects.csv").read_text() == text
+    rows = read_csv(text)
+    assert [int(row["sample_id"]) for row in rows] == [10, 11, 12, 13, 14]
+    assert rows[1] == {
+        "rank": "2",
+        "sample_id": "11",
+        "label": "1",
+        "suggested_label": "2",
+        "probability": "0.375",
+        "score": "1.75",
+        "flagged": "False",
+    }
+
+
+def test_suspects_without_classes():
+    suspects = replace(table(2), suggested_labels=None, probabilities=None, labels=torch.tensor([0.5, 1.5]))
+    assert suspects[0] == Suspect(10, 0.5, None, None, 2.0, True)
+    assert suspects.to_rows()[1]["suggested_label"] is None
+    assert read_csv(suspects.to_csv())[1]["suggested_label"] == ""
+
+
+def test_suspects_with_several_labels():
+    suspects = replace(table(2), labels=torch.tensor([[1, 0, 1], [0, 0, 0]], dtype=torch.int8))
+    assert suspects[0].label == (0, 2)
+    assert suspects.to_rows()[1]["label"] == ()
+
+
+def test_influence_rows():
+    rows = report().to_rows()
+    assert all(tuple(row) == INFLUENCE_COLUMNS for row in rows)
+    assert [(row["query"], row["list"], row["rank"], row["sample_id"]) for row in rows[:4]] == [
+        (0, "harmful", 1, 41),
+        (0, "harmful", 2, 42),
+        (0, "teachers", 1, 43),
+        (0, "look_alikes", 1, 44),
+    ]
+    assert len(rows) == 8
+    assert rows[0]["score"] == -3.5
+    assert rows[0]["query_id"] == 7
+    assert rows[4]["query_id"] is None
+    assert rows[4]["label_looks_wrong"] is True
+
+
+def test_influence_csv(tmp_path):
+    text = report().to_csv(tmp_path / "influences.csv")
+    assert (tmp_path / "influences.csv").read_text() == text
+    rows = read_csv(text)
+    assert tuple(rows[0]) == INFLUENCE_COLUMNS
+    assert rows[0]["label_is_prediction"] == "True"
+    assert report(queries=()).to_csv().strip() == ",".join(INFLUENCE_COLUMNS)
+
+
+def test_suspect_queries():
+    assert report().suspect_queries == (report().queries[1],)
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [(1, "dog"), (3, "3"), (-100, "-100"), (0.123456, "0.1235"), ((0, 2), "cat + ape"), ((), "none"), ((1,), "dog")],
+)
+def test_names(label, name):
+    assert report().name_of(label) == name
+
+
+def test_names_without_class_names():
+    assert report(class_names=None).name_of(1) == "1"
+    assert report(class_names=None).name_of((0, 2)) == "0 + 2"
+
+
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [
+        (torch.tensor(3), 3),
+        (torch.tensor(3, dtype=torch.int32), 3),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([0, 1, 1]), (1, 2)),
+        (torch.tensor([0, 0]), ()),
+    ],
+)
+def test_plain_labels(value, label):
+    assert to_label(value) == label
+    assert type(to_label(value)) is type(label)
+
+
+def test_summary():
+    text = report().summary()
+    for words in (
+        "epoch 2, step 300: 12 of 200 validation samples wrong",
+        "2 queries against all 1,000 training samples (head; dot)",
+        "cost: 1.25 s, 5.0% of training time so far",
+        "validation sample 7: cat -> ape (88%)",
+        "validation sample ?: cat -> ape (88%); this validation label looks wrong",
+        "#41 ape -3.5  #42 dog -2.5",
+        "#44 cat +0.75",
+        "3 flagged",
+        "#10      cat -> dog (25%)  score 2",
+        "note: something limits this",
+    ):
+        assert words in text
+
+
+def test_summary_lengths():
+    text = report().summary(num_queries=1, num_suspects=2)
+    assert "sample ?" not in text
+    assert "#11 " in text
+    assert "#12 " not in text
+
+
+def test_summary_of_nothing():
+    nothing = report(queries=(), suspects=SuspectTable.empty(), num_errors=0, time_share=None)
+    text = nothing.summary()
+    assert "no validation sample is misclassified" in text
+    assert "suspects (" not in text
+    assert "of training time" not in text
+
+
+def test_summary_where_all_queries_were_dropped():
+    text = report(queries=(), num_dropped_queries=12).summary()
+    assert "12 of 200 validation samples wrong" in text
+    assert "no validation sample is misclassified" not in text
+    assert "right under the weights present at scoring" in text
+
+
+def test_summary_of_regression():
+    values = query(label=0.5, prediction=2.25, probability=None)
+    text = report(task="regression", queries=(values,)).summary()
+    assert "200 validation samples, studied by loss" in text
+    assert "validation sample 7: 0.5 -> 2.25\n" in text
+
+
+def test_summary_of_a_query_without_lists():
+    assert "harmful     none" in report(queries=(query(harmful=(), look_alikes=()),)).summary()
+
+
+def test_plain_values():
+    values = report().to_dict(max_suspects=2)
+    again = json.loads(json.dumps(values))
+    assert again["version"] == 1
+    assert again["queries"][0]["harmful"][0] == {
+        "sample_id": 41,
+        "label": 2,
+        "score": -3.5,
+        "label_is_prediction": True,
+    }
+    assert len(again["suspects"]) == 2
+    assert again["num_flagged"] == 3
+    assert again["errors_per_class"] == {"0": 5, "2": 7}
+
+
+@pytest.mark.parametrize("record", [report(), report().queries[0], report().queries[0].harmful[0], table()[0], table()])
+def test_records_are_frozen(record):
+    with pytest.raises(FrozenInstanceError):
+        record.layers = record.label = record.sample_id = record.sample_ids = 0

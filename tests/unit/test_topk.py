@@ -1,0 +1,92 @@
+"""The streaming top-k equals the sort of the whole matrix, ties by the smaller id."""
+
+import pytest
+import torch
+
+from lightning_gradsim import topk
+from lightning_gradsim.topk import TopK
+
+
+def sorted_all(scores, ids, k):
+    rows = [
+        sorted(zip(row, ids.tolist(), strict=True), key=lambda pair: (-pair[0], pair[1])) for row in scores.tolist()
+    ]
+    best = [row[:k] for row in rows]
+    return [[score for score, _ in row] for row in best], [[sample_id for _, sample_id in row] for row in best]
+
+
+def stream(scores, ids, k, order, sizes):
+    top, start = TopK(k), 0
+    for size in sizes:
+        columns = order[start : start + size]
+        top.update(scores[:, columns], ids[columns])
+        start += size
+    return top.compute()
+
+
+def splits(total):
+    return [[total], [1] * total, [7] * (total // 7) + [total % 7], [total - 1, 1]]
+
+
+@pytest.mark.parametrize("k", [1, 3, 8, 60])
+@pytest.mark.parametrize("merge_columns", [1, 10, 1024])
+@pytest.mark.parametrize("values", [1, 3, 10**6], ids=["all tied", "many ties", "no ties"])
+def test_equals_the_sort_in_any_order_and_split(k, merge_columns, values, monkeypatch):
+    monkeypatch.setattr(topk, "MERGE_COLUMNS", merge_columns)
+    total = 50
+    scores = torch.randint(values, (4, total)).double() - values / 2
+    ids = torch.randperm(1000)[:total]
+    expected = sorted_all(scores, ids, k)
+    for sizes in splits(total):
+        for order in (torch.arange(total), torch.arange(total).flip(0), torch.randperm(total)):
+            kept, kept_ids = stream(scores, ids, k, order, sizes)
+            assert kept.tolist() == expected[0]
+            assert kept_ids.tolist() == expected[1]
+
+
+def test_rows_are_independent():
+    scores = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
+    top = TopK(2)
+    top.update(scores, torch.tensor([10, 20, 30]))
+    assert top.compute()[1].tolist() == [[30, 20], [10, 20]]
+
+
+def test_fewer_samples_than_asked_for():
+    top = TopK(5)
+    top.update(torch.tensor([[1.0, 2.0]]), torch.tensor([4, 5]))
+    scores, ids = top.compute()
+    assert scores.tolist() == [[2.0, 1.0]]
+    assert ids.tolist() == [[5, 4]]
+
+
+def test_nothing_seen_and_no_rows():
+    scores, ids = TopK(3).compute()
+    assert scores.shape == ids.shape == (0, 0)
+    assert ids.dtype == torch.long
+    top = TopK(3)
+    top.update(torch.empty(0, 4), torch.arange(4))
+    assert top.compute()[1].shape == (0, 3)
+
+
+def test_an_empty_batch_changes_nothing():
+    top = TopK(2)
+    top.update(torch.tensor([[1.0, 2.0]]), torch.tensor([4, 5]))
+    top.update(torch.empty(1, 0), torch.empty(0, dtype=torch.long))
+    assert top.compute()[1].tolist() == [[5, 4]]
+
+
+def test_computing_in_between_changes_nothing():
+    top = TopK(2)
+    for sample_id, score in enumerate([1.0, 5.0, 3.0, 4.0]):
+        top.update(torch.tensor([[score]]), torch.tensor([sample_id]))
+        top.compute()
+    assert top.compute()[1].tolist() == [[1, 3]]
+
+
+def test_keeps_no_more_than_it_needs():
+    top = TopK(3)
+    for start in range(0, 20 * topk.MERGE_COLUMNS, topk.MERGE_COLUMNS // 2):
+        ids = torch.arange(start, start + topk.MERGE_COLUMNS // 2)
+        top.update(torch.randn(2, len(ids)), ids)
+        assert sum(len(part) for _, part in top._waiting) < topk.MERGE_COLUMNS
+    assert top.compute()[0].shape == (2, 3)
