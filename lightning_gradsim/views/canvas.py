@@ -36,7 +36,7 @@ _SPELLINGS = str.maketrans(
     | {"→": "->", "ß": "ss", "æ": "ae", "Æ": "Ae", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
 )
 # The horizontal bar of the font's plus, in shares of the font size: left, top, right, foot.
-_MINUS_BAR = (0.08, -0.345, 0.5, -0.285)
+_MINUS_BAR = (0.08, -0.3425, 0.5, -0.2875)
 # Text and shapes are drawn this much larger and scaled down: at its true size, the built-in font comes out with word
 # gaps rounded to whole pixels, some of them nearly closed.
 _OVERSAMPLING = 4
@@ -172,7 +172,7 @@ class Canvas:
             pen = start + _offset(text, place, size, bold)
             if character == MINUS:
                 near, top, far, bottom = (share * size * scale for share in _MINUS_BAR)
-                bar = (pen + near - outline, foot + top - outline, pen + far + outline, foot + bottom + outline)
+                bar = (pen + near - outline, foot + top - outline, pen + far + outline - 1, foot + bottom + outline - 1)
                 draw.rectangle(bar, fill=255)
             else:
                 draw.text((pen, foot), character, fill=255, font=font, anchor="ls", stroke_width=outline)
