@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
@@ -42,6 +43,17 @@ ELEMENTWISE_CRITERIA: tuple[type[nn.Module], ...] = (
     nn.PoissonNLLLoss,
 )
 """Criteria that compare outputs and targets entry by entry and so need both in one shape."""
+
+
+ELEMENTWISE_FUNCTIONS: tuple[LossFunction, ...] = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)
+"""Functions that do the same."""
 
 
 class PerSampleLoss:
@@ -102,7 +114,7 @@ class PerSampleLoss:
         return self(logits, targets).mean()
 
     def _align(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if not isinstance(self.criterion, ELEMENTWISE_CRITERIA):
+        if not isinstance(self.criterion, ELEMENTWISE_CRITERIA) and self._loss not in ELEMENTWISE_FUNCTIONS:
             return targets
         if not targets.is_floating_point():
             targets = targets.to(logits.dtype)

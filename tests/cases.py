@@ -195,6 +195,17 @@ def flagged_normal(features):
     return make
 
 
+def late_flagged_normal(features):
+    """Samples from the seventeenth on have a positive first feature."""
+
+    def make(number):
+        inputs = torch.randn(number, features)
+        inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(number) < 16, -1, 1)
+        return inputs
+
+    return make
+
+
 def class_indices(number):
     return torch.randint(NUM_CLASSES, (number,))
 
@@ -330,6 +341,13 @@ CASES = (
         "sometimes-unused",
         lambda outputs: SometimesUsed(nn.Linear(6, outputs), nn.Linear(6, 6)),
         flagged_normal(6),
+        layers="all",
+        names=("head", "body"),
+    ),
+    Case(
+        "used-by-late-samples-only",
+        lambda outputs: SometimesUsed(nn.Linear(6, outputs), nn.Linear(6, 6)),
+        late_flagged_normal(6),
         layers="all",
         names=("head", "body"),
     ),

@@ -29,7 +29,7 @@ FOREIGN_VARIABLES = frozenset(
 )
 
 # Sums of floats depend on how many threads share them: the same number on every machine.
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

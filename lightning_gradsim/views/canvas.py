@@ -36,7 +36,7 @@ _SPELLINGS = str.maketrans(
     | {"→": "->", "ß": "ss", "æ": "ae", "Æ": "Ae", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
 )
 # The horizontal bar of the font's plus, in shares of the font size: left, top, right, foot.
-_MINUS_BAR = (0.08, -0.345, 0.5, -0.285)
+_MINUS_BAR = (0.08, -0.3425, 0.5, -0.2875)
 # Text and shapes are drawn this much larger and scaled down: at its true size, the built-in font comes out with word
 # gaps rounded to whole pixels, some of them nearly closed.
 _OVERSAMPLING = 4
@@ -164,20 +164,9 @@ class Canvas:
         Returns:
             The right edge in pixels.
         """
-        scale, outline, font = _OVERSAMPLING, _outline(size, bold), _font(size * _OVERSAMPLING)
-        width, left, ascent = measure_text(text, size, bold), int(x) - 1, 2 * size
-        mask = Image.new("L", ((int(width) + 5) * scale, 3 * size * scale))
-        draw, start, foot = ImageDraw.Draw(mask), (x - left) * scale + outline, ascent * scale
-        for place, character in enumerate(_replace_undrawable(text)):
-            pen = start + _offset(text, place, size, bold)
-            if character == MINUS:
-                near, top, far, bottom = (share * size * scale for share in _MINUS_BAR)
-                bar = (pen + near - outline, foot + top - outline, pen + far + outline, foot + bottom + outline)
-                draw.rectangle(bar, fill=255)
-            else:
-                draw.text((pen, foot), character, fill=255, font=font, anchor="ls", stroke_width=outline)
-        self._fill(mask, left, baseline - ascent, colour)
-        return x + width
+        left = int(x) - 1
+        self._image.paste(colour, (left, baseline - 2 * size), _text_mask(text, size, bold, x - left))
+        return x + measure_text(text, size, bold)
 
     def text_right(self, right: float, baseline: int, text: str, size: int, colour: Colour = INK) -> float:
         """Draw one line of text that ends at ``right``, with the arguments of ``text``; return its left edge."""
@@ -210,7 +199,7 @@ class Canvas:
 
     def _fill(self, mask: Image.Image, left: int, top: int, colour: Colour) -> None:
         """Lay a colour through an oversampled mask with an empty edge."""
-        self._image.paste(colour, (left, top), mask.reduce(_OVERSAMPLING).filter(_SOFTENING))
+        self._image.paste(colour, (left, top), _soften(mask))
 
     def paste(self, pixels: Pixels, x: int, y: int) -> None:
         """Copy a picture to the place whose upper left corner is ``(x, y)``."""
@@ -226,11 +215,33 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
+@lru_cache(maxsize=2048)  # labels, titles and captions come again in every panel
+def _text_mask(text: str, size: int, bold: bool, start: float) -> Image.Image:
+    """Where a text covers its box, whose foot of the letters is two sizes below the top; it begins at ``start``."""
+    scale, outline, font = _OVERSAMPLING, _outline(size, bold), _font(size * _OVERSAMPLING)
+    mask = Image.new("L", ((int(measure_text(text, size, bold)) + 5) * scale, 3 * size * scale))
+    draw, foot = ImageDraw.Draw(mask), 2 * size * scale
+    for place, character in enumerate(_replace_undrawable(text)):
+        pen = start * scale + outline + _offset(text, place, size, bold)
+        if character == MINUS:
+            near, top, far, bottom = (share * size * scale for share in _MINUS_BAR)
+            bar = (pen + near - outline, foot + top - outline, pen + far + outline - 1, foot + bottom + outline - 1)
+            draw.rectangle(bar, fill=255)
+        else:
+            draw.text((pen, foot), character, fill=255, font=font, anchor="ls", stroke_width=outline)
+    return _soften(mask)
+
+
+def _soften(mask: Image.Image) -> Image.Image:
+    return mask.reduce(_OVERSAMPLING).filter(_SOFTENING)
+
+
 def _outline(size: int, bold: bool) -> int:
     """Width of the outline in oversampled pixels."""
     return round(size * _OVERSAMPLING * (_BOLD_OUTLINE if bold else _OUTLINE))
 
 
+@lru_cache(maxsize=8192)
 def _offset(text: str, place: int, size: int, bold: bool) -> float:
     """Where the character at ``place`` begins, or the text ends, in oversampled pixels."""
     before = _replace_undrawable(text[:place]).replace(MINUS, "+")

@@ -93,7 +93,7 @@ def to_tile(pixels: Pixels | None, size: int, background: Colour = BACKDROP) -> 
 
     Args:
         pixels: uint8 ``[H, W, 3]``; None gives a neutral tile with the words "no image".
-        size: Side of the tile in pixels.
+        size: Side of the tile in pixels, an even number.
         background: RGB of what the picture leaves free.
 
     Returns:
@@ -110,8 +110,10 @@ def to_tile(pixels: Pixels | None, size: int, background: Colour = BACKDROP) -> 
         canvas.text((size - measure_text(words, font_size)) / 2, size // 2 + font_size // 3, words, font_size, MUTED)
         return canvas.to_pixels()
     factor = size / max(pixels.shape[:2])
-    height, width = (max(1, round(side * factor)) for side in pixels.shape[:2])
-    canvas.paste(_scale(pixels, height, width, factor), (size - width) // 2, (size - height) // 2)
+    # Even sides in even places stay as they are where a viewer leaves out every second row and column.
+    height, width = (2 * max(1, round(side * factor / 2)) for side in pixels.shape[:2])
+    left, top = ((size - side) // 4 * 2 for side in (width, height))
+    canvas.paste(_scale(pixels, height, width, factor), left, top)
     return canvas.to_pixels()
 
 

@@ -126,7 +126,7 @@ def mistake_panel(
 def _rows(report: Report, query: QueryReport, show_teachers: bool) -> list[_Row]:
     rows = [
         _Row("harmful: pushed towards this mistake", report.similarity, query.harmful[:TILES_PER_ROW]),
-        _Row("look-alikes: similar to the model", "cosine", query.look_alikes[:TILES_PER_ROW]),
+        _Row("look-alikes: alike in the model's eyes", "cosine", query.look_alikes[:TILES_PER_ROW]),
     ]
     if show_teachers:
         rows.append(_Row("teachers: taught this prediction", report.similarity, query.teachers[:TILES_PER_ROW]))
@@ -265,14 +265,15 @@ def _draw_headline(canvas: Canvas, left: int, label: str, prediction: str, proba
                 canvas.text(x, BLOCK_TOP + 60, name, size, colour, bold=True)
             _draw_arrow(canvas, second - 16 - arrow, BLOCK_TOP + 46, arrow)
             return
-    size, indent = HEADLINE_STACKED, 108
-    if probability is not None:
-        right = round(canvas.text_right(right, BLOCK_TOP + 58, probability, BODY)) - 14
-    lines = (("labelled", label, INK, 22, WIDTH - MARGIN), ("predicted", prediction, MARK, 58, right))
-    for word, name, colour, baseline, end in lines:
-        canvas.text(left, BLOCK_TOP + baseline, word, BODY, MUTED)
-        fitting = fit_text(name, size, end - left - indent, bold=True)
-        canvas.text(left + indent, BLOCK_TOP + baseline, fitting, size, colour, bold=True)
+    size, start = HEADLINE_STACKED, left + 108
+    for word, name, colour, after, baseline in (
+        ("labelled", label, INK, "", BLOCK_TOP + 22),
+        ("predicted", prediction, MARK, probability or "", BLOCK_TOP + 58),
+    ):
+        canvas.text(left, baseline, word, BODY, MUTED)
+        room = right - start - measure_text(after, BODY) - 14
+        end = canvas.text(start, baseline, fit_text(name, size, room, bold=True), size, colour, bold=True)
+        canvas.text(end + 14, baseline, after, BODY, MUTED)
 
 
 def _draw_arrow(canvas: Canvas, left: float, middle: float, length: float) -> None:

@@ -26,15 +26,6 @@ some_cases = pytest.mark.parametrize("case", [c for c in CASES if c.name in SOME
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors this small take ten times as long on two threads that share their cores with others."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @cache
 def reference_of(case):
     """Gradients of the queries, of the queries as predicted, and of the training samples."""
@@ -135,8 +126,8 @@ def test_products_and_norms(case, dtype):
     queries, train = factors_of(case.build(dtype), case.layers)
     given, _, expected = reference_of(case)
     assert tuple(train) == case.names
-    products = sum(dot(queries[name], train[name]) for name in case.names)
-    query_norms = sum(squared_norms(queries[name]) for name in case.names)
+    products = sum(dot(queries[name], train[name]) for name in queries)
+    query_norms = sum(squared_norms(queries[name]) for name in queries)
     train_norms = sum(squared_norms(train[name]) for name in case.names)
     assert products.dtype == train_norms.dtype == dtype
     assert_close(train_norms, expected.norms.square(), expected.norms.square(), TOLERANCE[dtype])
@@ -173,12 +164,17 @@ def test_pass_by_similarity(case, similarity):
 
 @every_case
 @pytest.mark.parametrize(
-    ("batch_size", "max_intermediate", "groups"),
-    [(1, 1, [[0], [1], [2], [3], [4], [5]]), (7, 200, [[3, 0, 5], [4, 1], [2]]), (64, 2**20, [[5, 4, 3, 2, 1, 0]])],
+    ("batch_size", "scored_together", "max_intermediate", "groups"),
+    [
+        (1, 1, 1, [[0], [1], [2], [3], [4], [5]]),
+        (3, 7, 200, [[3, 0, 5], [4, 1], [2]]),
+        (64, 1024, 2**20, [[5, 4, 3, 2, 1, 0]]),
+    ],
     ids=["singly", "in-parts", "at-once"],
 )
-def test_any_cut(case, batch_size, max_intermediate, groups, monkeypatch):
-    """Size of the batches, order of the training samples, size of the chunks and grouping of the queries."""
+def test_any_cut(case, batch_size, scored_together, max_intermediate, groups, monkeypatch):
+    """Size of batches, of what is scored together and of chunks, order of the samples, grouping of the queries."""
+    monkeypatch.setattr(engine, "GROUP_SAMPLES", scored_together)
     monkeypatch.setattr(engine, "dot", partial(dot, max_intermediate=max_intermediate))
     monkeypatch.setattr(engine, "squared_norms", partial(squared_norms, max_intermediate=max_intermediate))
     order = torch.randperm(case.num_train, generator=torch.Generator().manual_seed(batch_size))

@@ -65,7 +65,7 @@ def test_files_hold_the_report(tmp_path):
     assert [query["sample_id"] for query in stored["queries"]] == [query.sample_id for query in report.queries]
     assert (stored["seconds"], stored["time_share"]) == (report.seconds, report.time_share)
     with Image.open(directory / "mistakes.png") as panel:
-        assert panel.size[0] == 740
+        assert panel.size[0] == 700
 
 
 @pytest.mark.usefixtures("real_panel")

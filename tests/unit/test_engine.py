@@ -204,6 +204,38 @@ def test_regression_has_neither_teachers_nor_flags():
     assert all(query.harmful and not query.teachers and query.probability is None for query in result.queries.values())
 
 
+class Tagger(nn.Module):
+    """A class for every token."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x):
+        return self.head(x).transpose(1, 2)
+
+
+def test_batches_of_different_length():
+    """Outputs of such batches cannot be put together; their samples are scored all the same."""
+    module, adapter = Tagger(), Adapter()
+    adapter.bind(module, nn.CrossEntropyLoss())
+    texts = [(torch.randn(4, length, FEATURES), torch.randint(CLASSES, (4, length))) for length in (3, 5, 5, 2)]
+
+    def scored(batches):
+        ids = torch.arange(12).split(len(batches[0][0]))
+        queries = [QueryBatch(range(4), texts[0])]
+        return run_pass(module, adapter, queries, zip(ids, batches, strict=True), EngineSettings())
+
+    whole = scored(texts[1:])
+    singly = scored([(x[i : i + 1], y[i : i + 1]) for x, y in texts[1:] for i in range(4)])
+    assert whole.num_samples == singly.num_samples == 12
+    assert len(whole.queries) == 4
+    for position, query in whole.queries.items():
+        other = singly.queries[position]
+        assert [s.sample_id for s in query.harmful] == [s.sample_id for s in other.harmful]
+        assert [s.score for s in query.harmful] == pytest.approx([s.score for s in other.harmful], rel=1e-4)
+
+
 def near_one_sample(label_nearby, number_nearby, label_far=2, margin=6.0):
     """A query of label 0, predicted as 1, among training samples that are close to it and others that are not."""
     module = nn.Linear(FEATURES, CLASSES, bias=False)

@@ -1,5 +1,6 @@
 """One loss a sample, from whatever the user trains with."""
 
+import copy
 import functools
 
 import pytest
@@ -84,13 +85,15 @@ def settings_of(criterion):
 
 @every_criterion
 def test_equals_one_sample_at_a_time(criterion, outputs, targets):
-    losses = PerSampleLoss("test", criterion)(outputs, targets)
+    expected = one_by_one(criterion, outputs, targets)
+    losses = PerSampleLoss("test", copy.deepcopy(criterion))(outputs, targets)
     assert losses.shape == (BATCH,)
-    torch.testing.assert_close(losses, one_by_one(criterion, outputs, targets))
+    torch.testing.assert_close(losses, expected)
 
 
 @every_criterion
 def test_the_users_criterion_is_left_as_it_is(criterion, outputs, targets):
+    criterion = copy.deepcopy(criterion)
     before = criterion.reduction, criterion(outputs, targets)
     loss = PerSampleLoss("test", criterion)
     loss(outputs, targets)
@@ -247,3 +250,10 @@ def test_one_criterion_under_two_names_is_one():
 def test_criteria_without_a_per_sample_form_are_named(criterion):
     with pytest.raises(LossError, match=rf"`criterion` \({type(criterion).__name__}\).*Pass `loss_fn=`"):
         find_loss(Model(criterion=criterion))
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.l1_loss, F.huber_loss])
+def test_functions_that_compare_entries_do_not_broadcast(loss_fn):
+    outputs, targets = torch.randn(5, 1), torch.randn(5)
+    losses = PerSampleLoss("`loss_fn`", loss_fn)(outputs, targets)
+    torch.testing.assert_close(losses, loss_fn(outputs[:, 0], targets, reduction="none"))

@@ -1,6 +1,8 @@
 """The panel: the mark sits exactly where it belongs, all text fits, nothing in a report makes it fail."""
 
 from dataclasses import replace
+from itertools import combinations, product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,14 +15,16 @@ from lightning_gradsim.views.canvas import (
     FRAME,
     INK,
     MARK,
+    MINUS,
     MUTED,
     PAPER,
+    TRACK,
     Canvas,
     fit_text,
     measure_text,
     wrap_text,
 )
-from lightning_gradsim.views.panel import GAP, MARGIN, TILE, WIDTH, mistake_panel
+from lightning_gradsim.views.panel import BAR, FRAME_ROOM, GAP, MARGIN, TILE, WIDTH, mistake_panel
 
 LONG = "n02099601 golden retriever, a dog that is described at some length"
 
@@ -40,7 +44,7 @@ def make_query(harmful=(False,) * 8, look_alikes=(False,) * 8, **changes):
         prediction=2,
         probability=0.97,
         loss=3.5,
-        harmful=make_samples(harmful),
+        harmful=harmful if harmful and isinstance(harmful[0], InfluentialSample) else make_samples(harmful),
         teachers=make_samples((True,) * 8, first_id=20),
         look_alikes=make_samples(look_alikes, first_id=10),
     )
@@ -69,23 +73,56 @@ def draw(report, images=None, **options):
     return mistake_panel(report, [grey] * len(report.queries) if images is None else images, train, **options)
 
 
+class Text(NamedTuple):
+    text: str
+    size: int
+    left: float
+    right: float
+    baseline: int
+    canvas: Canvas
+
+
 @pytest.fixture
 def texts(monkeypatch):
-    """All texts that get drawn, as ``(text, size, left, right)``."""
+    """All texts that get drawn."""
     drawn = []
     draw_text = Canvas.text
 
     def record(self, x, baseline, text, size, *args, **kwargs):
         right = draw_text(self, x, baseline, text, size, *args, **kwargs)
-        drawn.append((text, size, x, right))
+        drawn.append(Text(text, size, x, right, baseline, self))
         return right
 
     monkeypatch.setattr(Canvas, "text", record)
     return drawn
 
 
+@pytest.fixture
+def boxes(monkeypatch):
+    """All rectangles, frames and pictures that get drawn, as ``(x, y, width, height, colour)``."""
+    drawn = []
+    rectangle, frame, paste = Canvas.rectangle, Canvas.frame, Canvas.paste
+
+    def record_rectangle(self, x, y, width, height, colour):
+        drawn.append((x, y, width, height, colour))
+        rectangle(self, x, y, width, height, colour)
+
+    def record_frame(self, x, y, size, thickness, colour):
+        drawn.extend([(x, y, size, size, colour), (x, y, thickness, thickness, colour)])
+        frame(self, x, y, size, thickness, colour)
+
+    def record_paste(self, pixels, x, y):
+        drawn.append((x, y, pixels.shape[1], pixels.shape[0], None))
+        paste(self, pixels, x, y)
+
+    monkeypatch.setattr(Canvas, "rectangle", record_rectangle)
+    monkeypatch.setattr(Canvas, "frame", record_frame)
+    monkeypatch.setattr(Canvas, "paste", record_paste)
+    return drawn
+
+
 def words(texts):
-    return [text for text, *_ in texts]
+    return [each.text for each in texts]
 
 
 def is_marked(panel):
@@ -112,16 +149,19 @@ def test_the_mark_differs_by_shape_too():
     tile = (plain != marked).any(axis=-1)
     top, left = (int(np.flatnonzero(tile.any(axis=axis))[0]) for axis in (1, 0))
     mark = is_marked(marked)[top : top + TILE, left : left + TILE]
-    assert mark[:7].all(), "thick frame above"
-    assert mark[:, :7].all(), "thick frame at the left"
-    assert mark[8:12, -30:-10].all(), "filled corner"
-    assert not mark[8:12, 20:60].any()
+    assert mark[:FRAME_ROOM].all(), "thick frame above"
+    assert mark[:, :FRAME_ROOM].all(), "thick frame at the left"
+    assert mark[FRAME_ROOM : FRAME_ROOM + 4, -40:].all(), "filled corner"
+    assert not mark[FRAME_ROOM : FRAME_ROOM + 4, 20:60].any()
 
 
-@pytest.mark.parametrize(("flags", "expected"), [((False,) * 4, False), ((False, True), True)])
-def test_the_legend_explains_the_mark_where_there_is_one(texts, flags, expected):
-    draw(make_report(make_query(harmful=flags)))
-    assert ("training sample with the wrongly predicted label" in words(texts)) is expected
+@pytest.mark.parametrize(
+    ("flags", "has_mark", "has_bar"), [((False,) * 4, False, True), ((False, True), True, True), ((), False, False)]
+)
+def test_the_legend_explains_what_there_is(texts, flags, has_mark, has_bar):
+    draw(make_report(make_query(harmful=flags, look_alikes=())))
+    assert ("training sample with the wrongly predicted label" in words(texts)) is has_mark
+    assert ("share of the row's strongest score; below: label, #sample, score" in words(texts)) is has_bar
 
 
 @pytest.mark.parametrize("num_queries", [0, 1, 3, 6, 9])
@@ -135,6 +175,11 @@ def test_shape(num_queries):
         assert panel.shape[0] == heights[0][0] + (min(num_queries, 6) - 1) * block
 
 
+@pytest.mark.parametrize(("class_names", "highest"), [(None, 4200), (("cat", "dog " * 9, "ship"), 4400)])
+def test_six_queries_are_no_endless_scroll(class_names, highest):
+    assert len(draw(make_report(*[make_query()] * 6, class_names=class_names))) <= highest
+
+
 def test_what_a_block_says(texts):
     draw(make_report(make_query(label_looks_wrong=True)))
     said = words(texts)
@@ -143,19 +188,60 @@ def test_what_a_block_says(texts):
         "epoch 9, step 2300 · layer head.fc · dot · against 1,437 training samples",
         "dog",
         "ship",
-        "predicted with 97% · loss 3.5",
-        "validation sample #17",
+        "labelled",
+        "predicted, 97%",
+        "loss 3.5 · validation sample #17",
         "this validation label looks wrong",
         "harmful: pushed towards this mistake",
-        "look-alikes",
+        "look-alikes: alike in the model's eyes",
         "dot",
         "cosine",
         "#0",
-        "-3.00",
+        "−3.00",
     ):
         assert expected in said, expected
     assert not any("teachers" in text for text in said)
     assert said.count("dog") == 1 + 8, "the headline and four tiles in each of two rows"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"label": 1, "prediction": 2}, ["labelled", "dog", "predicted, 97%", "ship"]),
+        ({"label": 1, "prediction": 2, "probability": None}, ["labelled", "dog", "predicted", "ship"]),
+        ({"label": 3.25, "prediction": -1.5, "probability": None}, ["labelled", "3.25", "predicted", "−1.5"]),
+        (
+            {"label": 0, "prediction": 3},
+            ["labelled", "a cat that sits", "predicted", "a cat that lies down now", "97%"],
+        ),
+    ],
+)
+def test_the_headline_says_what_was_labelled_and_what_predicted(texts, changes, expected):
+    names = ("a cat that sits", "dog", "ship", "a cat that lies down now")
+    draw(make_report(make_query(**changes), class_names=names))
+    start = words(texts).index("labelled")
+    assert [word for word in words(texts)[start:] if word][: len(expected)] == expected
+
+
+def test_label_id_and_score_share_a_line_only_where_they_fit_under_every_tile(texts):
+    for class_names, lines in ((None, 1), (("cat", "dog, a barking friend", "ship"), 2)):
+        texts.clear()
+        draw(make_report(make_query(harmful=(True, False)), class_names=class_names))
+        name = class_names[2] if class_names else "2"
+        (label,) = (each for each in texts if each.text == name and each.left == MARGIN)
+        for text in ("#0", "−3.00"):
+            distance = next(each.baseline for each in texts if each.text == text) - label.baseline
+            assert (distance > 0) is (lines == 2), text
+
+
+def test_bars_are_shares_of_the_strongest_of_their_row(boxes):
+    scores = (-8.0, 4.0, float("nan"), -2.0)
+    samples = tuple(InfluentialSample(place, 1, score, False) for place, score in enumerate(scores))
+    draw(make_report(make_query(harmful=samples, look_alikes=())), [None])
+    bars = [(x, y, width) for x, y, width, height, colour in boxes if height == BAR and colour == MUTED][:-1]
+    assert [width for *_, width in bars] == [TILE, TILE // 2, 0, 2 * round(TILE / 8)]
+    tracks = [(x, y) for x, y, width, height, colour in boxes if height == BAR and colour == TRACK][:-1]
+    assert [(x, y) for x, y, _ in bars] == tracks
 
 
 def test_teachers_on_demand(texts):
@@ -206,40 +292,47 @@ def test_images_as_they_are_need_no_words(texts):
     assert not any("stretched" in text or "hatching" in text for text in words(texts))
 
 
-@pytest.mark.parametrize(
-    "report",
-    [
-        make_report(make_query()),
-        make_report(make_query(label_looks_wrong=True), class_names=(LONG, LONG, LONG[::-1]), augmented=True),
-        make_report(make_query(), layers=tuple(f"encoder.layers.{i}.output.dense" * 3 for i in range(9))),
-        make_report(make_query(sample_id=10**12, loss=1.23e-9), reference="a reference of very many words " * 30),
-        make_report(make_query(harmful=(), look_alikes=())),
-        make_report(make_query(label=(0, 1, 2) * 9, prediction=())),
-        make_report(make_query(label=-1.25e-7, prediction=3e9, probability=None, dataloader_idx=3, sample_id=None)),
-        make_report(
-            make_query(harmful=(), look_alikes=()),
-            make_query(harmful=(), teachers=(InfluentialSample(10**12, 2, -1.234e-17, True),)),
-            similarity="influence",
-        ),
-        make_report(make_query(look_alikes=(), teachers=(InfluentialSample(5, 1, float("nan"), False),))),
-    ],
-    ids=[
-        "plain",
-        "long names",
-        "many layers",
-        "long words",
-        "no samples",
-        "multi-label",
-        "regression",
-        "large id",
-        "nan score",
-    ],
-)
-def test_all_text_is_large_enough_and_inside(texts, report):
+REPORTS = {
+    "plain": make_report(make_query()),
+    "long names": make_report(make_query(label_looks_wrong=True), class_names=(LONG, LONG, LONG[::-1]), augmented=True),
+    "many layers": make_report(make_query(), layers=tuple(f"encoder.layers.{i}.output.dense" * 3 for i in range(9))),
+    "long words": make_report(
+        make_query(sample_id=10**12, loss=1.23e-9), reference="a reference of very many words " * 30
+    ),
+    "no samples": make_report(make_query(harmful=(), look_alikes=())),
+    "multi-label": make_report(make_query(label=(0, 1, 2) * 9, prediction=())),
+    "regression": make_report(
+        make_query(label=-1.25e-7, prediction=3e9, probability=None, dataloader_idx=3, sample_id=None)
+    ),
+    "large id": make_report(
+        make_query(harmful=(), look_alikes=()),
+        make_query(harmful=(), teachers=(InfluentialSample(10**12, 2, -1.234e-17, True),)),
+        similarity="influence",
+    ),
+    "nan score": make_report(make_query(look_alikes=(), teachers=(InfluentialSample(5, 1, float("nan"), False),))),
+    "augmented": make_report(make_query(), augmented=True, similarity="asymmetric"),
+}
+
+
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
+def test_all_text_is_large_enough_and_inside_and_apart(texts, report):
     draw(report, show_teachers=True)
-    assert min(size for _, size, *_ in texts) >= 18
-    assert min(left for *_, left, _ in texts) >= 0
-    assert max(right for *_, right in texts) <= WIDTH
+    assert min(each.size for each in texts) >= 20
+    assert min(each.left for each in texts) >= 0
+    assert max(each.right for each in texts) <= WIDTH
+    for one, other in combinations([each for each in texts if each.text], 2):
+        if one.canvas is other.canvas and abs(one.baseline - other.baseline) < 20:
+            assert one.right <= other.left or other.right <= one.left, (one.text, other.text)
+
+
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 31, 77), (1, 300, 211)])
+def test_boxes_and_pictures_lie_on_even_coordinates(boxes, report, shape):
+    picture = torch.rand(shape)
+    images = [picture] * len(report.queries)
+    panel = mistake_panel(report, images, dict.fromkeys(range(40), picture), show_teachers=True)
+    assert len(panel) % 2 == 0
+    assert [box for box in boxes if any(number % 2 for number in box[:4])] == []
 
 
 @pytest.mark.parametrize(
@@ -290,6 +383,29 @@ def test_marks_stay_apart_without_green_receptors():
     deuteranopia = np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]])
     seen = [deuteranopia @ np.array(colour) for colour in (MARK, DOUBT, FRAME)]
     assert min(np.linalg.norm(a - b) for a, b in zip(seen, [*seen[1:], seen[0]], strict=True)) > 60
+
+
+@pytest.mark.parametrize("bold", [False, True])
+@pytest.mark.parametrize("colour", [INK, MUTED])
+def test_text_survives_a_viewer_that_leaves_out_every_second_row_and_column(colour, bold):
+    for character in f"0123456789#%.|l1-{MINUS}":
+        paper = Canvas(60, 60)
+        paper.text(21, 40, character, 20, colour, bold)
+        ink = 255.0 - paper.to_pixels().mean(axis=-1)
+        assert ink.sum() > 0
+        for row, column in product((0, 1), (0, 1)):
+            assert ink[row::2, column::2].sum() == pytest.approx(ink.sum() / 4, rel=0.01), character
+
+
+def test_the_minus_is_as_wide_as_the_plus_and_drawn():
+    assert measure_text(f"{MINUS}1", 20) == measure_text("+1", 20) > measure_text("-1", 20)
+    minus, plus, hyphen = (Canvas(60, 60) for _ in range(3))
+    for paper, text in ((minus, MINUS), (plus, "+"), (hyphen, "-")):
+        paper.text(20, 40, text, 40)
+    dark = [(paper.to_pixels() < 160).all(axis=-1) for paper in (minus, plus, hyphen)]
+    assert dark[0].any(axis=0).sum() == pytest.approx(dark[1].any(axis=0).sum(), abs=1)
+    assert (dark[0] & ~dark[1]).sum() <= 0.1 * dark[0].sum(), "the bar of the plus"
+    assert dark[0].any(axis=0).sum() > 1.5 * dark[2].any(axis=0).sum()
 
 
 @pytest.mark.parametrize("width", [5, 40, 90, 1000])
