@@ -3,7 +3,7 @@
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.callback import GradSimCallback
 from lightning_gradsim.errors import GradSimError, GradSimWarning
-from lightning_gradsim.factors import OuterFactors, dot, squared_norms
+from lightning_gradsim.factors import IndexedFactors, OuterFactors, dot, squared_norms
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report, Suspect, SuspectTable
 from lightning_gradsim.rules import register_rule
 from lightning_gradsim.wrapper import PerSampleGradients
@@ -20,6 +20,7 @@ __all__ = [  # noqa: RUF022 -- grouped for readers
     "Adapter",
     "Step",
     # Per-sample gradients
+    "IndexedFactors",
     "OuterFactors",
     "PerSampleGradients",
     "dot",

@@ -239,6 +239,74 @@ def regularised(outputs):
     return mlp(outputs, trained_batchnorm(8), nn.ReLU(inplace=True), nn.Dropout(0.5)).train()
 
 
+def trained(layer):
+    """A layer with parameters and running statistics unlike those at the start."""
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    if getattr(layer, "running_mean", None) is not None:
+        nn.init.normal_(layer.running_mean)
+        nn.init.uniform_(layer.running_var, 0.5, 2.0)
+    return layer.eval()
+
+
+def layer_case(name, make_layer, *shape, inputs=None):
+    """A layer without a head of its own kind: its outputs go through a Linear, and both are chosen."""
+
+    def make_module(outputs):
+        layer = trained(make_layer())
+        example = torch.zeros(1, *shape, dtype=torch.float32 if inputs is None else torch.long)
+        return Net(nn.Linear(layer(example).numel(), outputs), nn.Sequential(layer, nn.Tanh(), nn.Flatten()))
+
+    return Case(name, make_module, inputs or normal(*shape), layers="all", names=("head", "body.0"))
+
+
+def indices(*shape):
+    return lambda number: torch.randint(7, (number, *shape))
+
+
+PADDINGS = {"number": 1, "tuple": (2, 1), "same": "same", "valid": "valid"}
+CONVOLUTIONS = (
+    layer_case("conv1d", lambda: nn.Conv1d(2, 3, 3), 2, 8),
+    layer_case("conv1d-stride-dilation-groups", lambda: nn.Conv1d(4, 6, 3, stride=2, dilation=2, groups=2), 4, 11),
+    layer_case("conv2d", lambda: nn.Conv2d(2, 3, (3, 2)), 2, 5, 4),
+    layer_case("conv2d-no-bias", lambda: nn.Conv2d(2, 3, 3, bias=False), 2, 5, 4),
+    layer_case("conv2d-frozen-weight", lambda: frozen(nn.Conv2d(2, 3, 3), "weight"), 2, 5, 4),
+    layer_case("conv2d-frozen-bias", lambda: frozen(nn.Conv2d(2, 3, 3), "bias"), 2, 5, 4),
+    layer_case("conv2d-stride-dilation", lambda: nn.Conv2d(2, 3, 2, stride=(2, 1), dilation=(1, 2)), 2, 5, 5),
+    layer_case("conv2d-depthwise", lambda: nn.Conv2d(4, 8, 3, groups=4), 4, 5, 4),
+    layer_case("conv3d", lambda: nn.Conv3d(2, 4, 2, groups=2, padding=1), 2, 2, 3, 2),
+    *(
+        layer_case(
+            f"conv2d-{mode}-{name}",
+            lambda mode=mode, padding=padding: nn.Conv2d(2, 3, 3, padding=padding, padding_mode=mode),
+            2,
+            5,
+            4,
+        )
+        for mode in ("zeros", "reflect", "replicate", "circular")
+        for name, padding in PADDINGS.items()
+    ),
+)
+NORMS = (
+    layer_case("layernorm", lambda: nn.LayerNorm(5), 3, 5),
+    layer_case("layernorm-flat", lambda: nn.LayerNorm(5), 5),
+    layer_case("layernorm-two-dimensions", lambda: nn.LayerNorm((3, 5)), 2, 3, 5),
+    layer_case("layernorm-no-bias", lambda: nn.LayerNorm(5, bias=False), 3, 5),
+    layer_case("layernorm-frozen-weight", lambda: frozen(nn.LayerNorm(5), "weight"), 3, 5),
+    layer_case("rmsnorm", lambda: nn.RMSNorm(5), 3, 5),
+    layer_case("groupnorm", lambda: nn.GroupNorm(2, 6), 6, 3, 2),
+    layer_case("batchnorm1d", lambda: nn.BatchNorm1d(5), 5),
+    layer_case("batchnorm1d-long", lambda: nn.BatchNorm1d(5), 5, 4),
+    layer_case("batchnorm2d", lambda: nn.BatchNorm2d(3), 3, 4, 2),
+    layer_case("batchnorm3d", lambda: nn.BatchNorm3d(2), 2, 2, 3, 2),
+)
+EMBEDDINGS = (
+    layer_case("embedding", lambda: nn.Embedding(7, 4), 5, inputs=indices(5)),
+    layer_case("embedding-two-dimensions", lambda: nn.Embedding(7, 4), 2, 3, inputs=indices(2, 3)),
+    layer_case("embedding-padding", lambda: nn.Embedding(7, 4, padding_idx=2), 5, inputs=indices(5)),
+    layer_case("embedding-sparse", lambda: nn.Embedding(7, 4, sparse=True), 5, inputs=indices(5)),
+)
+
 CROSS_ENTROPY = Loss(
     "cross-entropy", lambda reduction: nn.CrossEntropyLoss(reduction=reduction), class_indices, most_probable
 )
@@ -382,5 +450,8 @@ CASES = (
     Case("dropout-and-batchnorm", regularised, normal(6)),
     Case("dropout-and-batchnorm-below", regularised, normal(6), layers="body.0", names=("body.0",)),
     Case("conv-trunk", conv_net, normal(2, 4, 4)),
+    *CONVOLUTIONS,
+    *NORMS,
+    *EMBEDDINGS,
     *(Case(f"loss-{loss.name}", mlp, normal(6), layers="all", names=("head", "body.0"), loss=loss) for loss in LOSSES),
 )

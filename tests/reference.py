@@ -36,12 +36,18 @@ def one_sample_gradients(module, layer_names, inputs, targets, criterion, dtype=
         with torch.enable_grad():
             loss = criterion(module(inputs[i : i + 1]), targets[i : i + 1]).mean()
         grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        rows.append([torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters.values(), strict=True)])
+        rows.append([_dense(grad, parameter) for grad, parameter in zip(grads, parameters.values(), strict=True)])
     columns = [torch.stack(column) for column in zip(*rows, strict=True)]
     by_layer = {layer: {} for layer in layer_names}
     for (layer, name), column in zip(parameters, columns, strict=True):
         by_layer[layer][name] = column
     return Reference(torch.cat([column.flatten(1) for column in columns], dim=1), by_layer)
+
+
+def _dense(grad, parameter):
+    if grad is None:
+        return torch.zeros_like(parameter)
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def outputs_of(module, inputs, dtype=torch.float64):

@@ -15,8 +15,8 @@ from torch import Tensor
 class IndexedFactors:
     """The gradients of a table of which every position uses one row.
 
-    The gradient of sample ``n`` has ``sum_t output_grads[n, t]`` in row ``indices[n, t]`` and is zero elsewhere. It is the
-    contraction with one-hot activations, which are never built.
+    The gradient of sample ``n`` has ``sum_t output_grads[n, t]`` in row ``indices[n, t]`` and is zero elsewhere. It is
+    the contraction with one-hot activations, which are never built.
 
     Attributes:
         indices: Rows used, int64 ``[n, t]``.

@@ -63,7 +63,8 @@ def dot(queries: Factors, train: Factors, *, max_intermediate: int = MAX_INTERME
         Goodfellow (2015), "Efficient per-example gradient computations", arXiv:1510.01799, for the norms.
     """
     if isinstance(queries, IndexedFactors) or isinstance(train, IndexedFactors):
-        assert isinstance(queries, IndexedFactors) and isinstance(train, IndexedFactors)  # one layer has one kind
+        assert isinstance(queries, IndexedFactors)  # one layer has one kind of factors
+        assert isinstance(train, IndexedFactors)
         return indexed_dot(queries, train, max_intermediate)
     if uses_gram(queries, train):
         per_sample = queries.num_samples * queries.num_positions * train.num_positions * train.output_grads.shape[2]

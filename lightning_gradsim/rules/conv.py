@@ -26,7 +26,7 @@ def conv_factors(layer: nn.Module, activations: Tensor, output_grads: Tensor) ->
     return OuterFactors(
         _patches(layer, activations) if layer.weight.requires_grad else None,
         grads.permute(0, 3, 1, 2),
-        bias=any(name == "bias" and parameter.requires_grad for name, parameter in layer.named_parameters()),
+        bias=layer.bias is not None and layer.bias.requires_grad,
     )
 
 
@@ -41,7 +41,8 @@ def _patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, activations: Tensor) -> T
     out = range(3, 3 + num_dims)
     kernel = range(3 + num_dims, 3 + 2 * num_dims)
     patches = patches.permute(0, *out, 1, 2, *kernel)  # [n, *out, g, c, *kernel]
-    return patches.flatten(2 + num_dims).flatten(1, num_dims)
+    unfolded: Tensor = patches.flatten(2 + num_dims).flatten(1, num_dims)
+    return unfolded
 
 
 def _pad(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, activations: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def embedding_factors(layer: nn.Module, activations: Tensor, output_grads: Tenso
     assert isinstance(layer, nn.Embedding)  # the registry hands over nothing else
     if layer.scale_grad_by_freq or layer.max_norm is not None:
         raise UnsupportedLayerError(
-            "`nn.Embedding` with `scale_grad_by_freq` makes a sample's gradient depend on its batch, and with `max_norm` "
-            "changes its weights in every forward. Leave the layer out of `layers`, or switch both off."
+            "`nn.Embedding` with `scale_grad_by_freq` makes a sample's gradient depend on its batch, and with "
+            "`max_norm` changes its weights in every forward. Leave the layer out of `layers`, or switch both off."
         )
     indices = activations.unsqueeze(1).flatten(1)  # [n, t]
     grads = output_grads.reshape(*indices.shape, layer.embedding_dim)

@@ -80,8 +80,8 @@ def batch_norm_factors(layer: nn.Module, activations: Tensor, output_grads: Tens
     mean, variance = layer.running_mean, layer.running_var
     if layer.training or mean is None or variance is None:
         raise SampleMixingError(
-            f"`{type(layer).__name__}` normalises by the statistics of the batch, so a sample has no gradient of its own. "
-            "Put it into eval mode, and keep `track_running_stats=True`."
+            f"`{type(layer).__name__}` normalises by the statistics of the batch, so a sample has no gradient of its "
+            "own. Put it into eval mode, and keep `track_running_stats=True`."
         )
     normalised = F.batch_norm(activations, mean, variance, eps=layer.eps)
     return _affine(layer, normalised, output_grads, summed=range(2, activations.ndim))

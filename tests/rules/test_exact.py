@@ -140,14 +140,18 @@ def test_products_and_norms(case, dtype):
 @every_case
 @both_dtypes
 def test_materialised_gradients(case, dtype):
-    _, train = factors_of(case.build(dtype), case.layers)
+    built = case.build(dtype)
+    _, train = factors_of(built, case.layers)
     for name, expected in reference_of(case)[2].by_layer.items():
-        gradients = train[name].gradients
-        samples, groups, outputs, inputs = gradients.shape
-        columns = torch.cat([grad.reshape(samples, groups, outputs, -1) for grad in expected.values()], dim=-1)
-        assert train[name].num_parameters == groups * outputs * inputs
-        norms = columns.flatten(1).norm(dim=1)
-        assert_close(gradients, columns, norms[:, None, None, None].expand_as(columns), TOLERANCE[dtype])
+        gradients = rules.split_gradients(built.module.get_submodule(name), train[name])
+        assert list(gradients) == list(expected)
+        assert train[name].num_parameters == sum(column[0].numel() for column in expected.values())
+        norms = torch.cat([column.flatten(1) for column in expected.values()], dim=1).norm(dim=1)
+        for parameter, columns in expected.items():
+            ours = gradients[parameter]
+            assert ours.shape == columns.shape
+            scale = norms.reshape(-1, *[1] * (columns.ndim - 1)).expand_as(columns)
+            assert_close(ours, columns, scale, TOLERANCE[dtype])
 
 
 @every_case
