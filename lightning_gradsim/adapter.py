@@ -49,9 +49,9 @@ class Adapter:
 
     A batch is ``(inputs, targets)`` or a mapping with exactly one of the keys ``label``, ``labels``, ``target``,
     ``targets``, ``y``. The entries of a mapping that ``forward`` names are passed to it by name (Hugging Face style);
-    otherwise its one known input entry (``image``, ``pixel_values``, ``x``, ...) is passed by position. The module
-    returns logits, or an object or mapping with ``logits``. A module that defines ``gradsim_step(batch)``, returning
-    logits, targets and one loss a sample, is asked instead.
+    otherwise its only entry, or the one known input entry (``image``, ``pixel_values``, ``x``, ...), is passed by
+    position. The module returns logits, or an object or mapping with ``logits``. A module that defines
+    ``gradsim_step(batch)``, returning logits, targets and one loss a sample, is asked instead.
     """
 
     def __init__(self) -> None:
@@ -195,8 +195,10 @@ class Adapter:
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         task, are_probabilities = self._task(logits, targets)
-        if task is Task.CLASSIFICATION and not targets.is_floating_point():
-            check_class_indices(targets, logits.shape[1], self._loss_for(logits, targets).ignore_index)
+        loss = self._loss_for(logits, targets)
+        is_index = not targets.is_floating_point() and logits.ndim > 1
+        if is_index and (loss.takes_class_indices or task is Task.CLASSIFICATION):
+            check_class_indices(targets, logits.shape[1], loss.ignore_index)
         return Step(logits, targets, self.losses(logits, targets), task, are_probabilities)
 
     def relabelled(self, step: Step) -> Tensor | None:
@@ -220,10 +222,11 @@ class Adapter:
 
     def _forward_mapping(self, module: nn.Module, inputs: Mapping[Any, Any]) -> Any:
         parameters = inspect.signature(module.forward).parameters
-        named = {key: value for key, value in inputs.items() if key in parameters}
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        named = {str(key): value for key, value in inputs.items() if takes_any or key in parameters}
         if named:
             return module(**named)
-        known = [key for key in INPUT_KEYS if key in inputs]
+        known = [key for key in INPUT_KEYS if key in inputs] if len(inputs) > 1 else list(inputs)
         if len(known) == 1:
             return module(inputs[known[0]])
         raise BatchFormatError(
@@ -256,9 +259,9 @@ class Adapter:
 
     def _task(self, logits: Tensor, targets: Tensor) -> tuple[Task, bool]:
         criterion = None if self._loss is None else self._loss.criterion
-        if isinstance(criterion, (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss)):
+        if self._loss is not None and self._loss.is_binary:
             task = Task.BINARY if logits[:1].numel() <= 1 else Task.MULTILABEL
-            return (task if logits.ndim <= 2 else Task.REGRESSION), isinstance(criterion, nn.BCELoss)
+            return (task if logits.ndim <= 2 else Task.REGRESSION), self._loss.takes_probabilities
         several = logits.ndim == 2 and logits.shape[1] > 1
         if several and targets.ndim == 1 and not targets.is_floating_point():
             return Task.CLASSIFICATION, False
@@ -269,7 +272,8 @@ class Adapter:
     def _loss_for(self, logits: Tensor, targets: Tensor) -> PerSampleLoss:
         if self._loss is not None:
             return self._loss
-        if logits.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point():
+        several = logits.ndim == 2 and logits.shape[1] > 1
+        if several and targets.ndim == 1 and not targets.is_floating_point():
             return cross_entropy()
         raise LossError(
             f"No loss is known for outputs of shape {tuple(logits.shape)} and targets of shape {tuple(targets.shape)} "

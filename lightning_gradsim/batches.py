@@ -50,8 +50,18 @@ def take_sample(batch: Any, index: int, batch_size: int) -> Any:
 
 
 def copy_batch(batch: Any) -> Any:
-    """A batch with copies of its tensors, which autograd can use even if they came out of inference mode."""
-    return _map(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, lambda items: items)
+    """A batch with copies of its tensors, which autograd can use even if they came out of inference mode.
+
+    Args:
+        batch: Any batch.
+
+    Returns:
+        The copy; a batch of the user's own kind itself.
+    """
+    try:
+        return _map(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, lambda items: items)
+    except BatchFormatError:  # an adapter or `gradsim_step` may know what it is
+        return batch
 
 
 def join_samples(samples: Sequence[Any]) -> list[tuple[list[int], Any]]:

@@ -186,7 +186,8 @@ class GradSimCallback(Callback):
         """Remember the place in the epoch; on the first steps, watch the outputs for the loss check."""
         self._batch_idx = batch_idx
         if self._loss_check.is_open and not self._failures.are_too_many and self._may_watch(pl_module):
-            self._loss_check.begin_step(pl_module)
+            with self._protected(trainer, "the loss check"):
+                self._loss_check.begin_step(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -238,7 +239,7 @@ class GradSimCallback(Callback):
         if selection is None:
             return
         with self._protected(trainer, "the choice of queries"):
-            with evaluating(pl_module), bridge.forward_context(trainer)():
+            with evaluating(pl_module), bridge.silenced(pl_module), bridge.forward_context(trainer)():
                 batch = copy_batch(batch)  # in `trainer.validate` it is made of inference tensors
                 step = self.adapter.step(pl_module, batch)
             start = self._num_seen[dataloader_idx]
@@ -260,7 +261,8 @@ class GradSimCallback(Callback):
                 self._reference = make_reference(self._source, self.adapter, self.max_train_samples, self.seed, trial)
                 if self._reference.augmented:
                     self._failures.warn_once(AUGMENTED)
-            report, kept = compute_report(pl_module, self.adapter, selection, self._reference, self.settings, run)
+            with bridge.silenced(pl_module):
+                report, kept = compute_report(pl_module, self.adapter, selection, self._reference, self.settings, run)
             own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
             self.report = report = replace(
                 report,
@@ -294,11 +296,17 @@ class GradSimCallback(Callback):
         # A hook inside a compiled module would change what the compiler fuses, and with it the training.
         if is_compiled(module):
             self._loss_check.gap = f"{UNCHECKED}: the module is compiled"
-        return not is_compiled(module) and not hasattr(module, "gradsim_step")
+        elif hasattr(module, "gradsim_step"):
+            self._loss_check.gap = f"{UNCHECKED}: the module has a `gradsim_step` of its own"
+        else:
+            return True
+        return False
 
     def _check_module(self, module: LightningModule) -> None:
         for name in select_layers(module, self.settings.layers):
             find_rule(name or type(module).__name__, module.get_submodule(name))
+        if type(self.adapter).forward is Adapter.forward and type(self.adapter).step is Adapter.step:
+            bridge.check_forward(module, type(self).__name__)
         self.adapter.bind(module, self.loss_fn)
 
     def _set_source(self, source: Any) -> None:

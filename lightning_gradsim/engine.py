@@ -129,7 +129,8 @@ def run_pass(
                 with gradients.recording(), forward_context():
                     step = adapter.step(module, batch)
             except LabelRangeError as error:
-                raise LabelRangeError(f"In the batch of training samples {ids.tolist()}: {error}") from error
+                named = ids[list(error.rows)].tolist() if error.rows else ids.tolist()
+                raise LabelRangeError(f"Training samples {named[:10]}: {error}", error.rows) from error
             scorer.update(ids, step, gradients.factors(step.losses))
         names = gradients.names
     suspects = scorer.compute_suspects()

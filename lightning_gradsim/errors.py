@@ -1,5 +1,9 @@
 """Exception classes of the package; every one of them is a ``GradSimError`` and a fitting builtin."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class GradSimError(Exception):
     """Base of everything that this package raises on purpose."""
@@ -26,7 +30,15 @@ class LossError(GradSimError, ValueError):
 
 
 class LabelRangeError(GradSimError, ValueError):
-    """A label lies outside the classes of the model."""
+    """A label lies outside the classes of the model.
+
+    Attributes:
+        rows: Which samples of the batch have such a label.
+    """
+
+    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
 
 
 class NonFiniteError(GradSimError, ArithmeticError):

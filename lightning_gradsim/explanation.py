@@ -20,6 +20,7 @@ from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import (
     SampleReader,
     differs_on_second_read,
+    has_known_sampler,
     known_labels,
     make_reader,
     stratified_indices,
@@ -91,6 +92,11 @@ def make_reference(
     notes = []
     if augmented:
         notes.append(AUGMENTED)
+    if not has_known_sampler(source):
+        notes.append(
+            "the train loader has a sampler of its own: samples that it never draws are compared with all the same; "
+            "pass `train_data=` with those that are trained on"
+        )
     if reader.reads_in_process:
         notes.append(
             "the training dataset is read in the training process, since workers would have to be spawned: state "

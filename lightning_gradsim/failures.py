@@ -45,7 +45,7 @@ class Failures:
             where = f"The traceback is in `{log}`."
         except OSError as failure:
             where = f"The traceback could not be written to `{log}` ({failure})."
-        consequence = "Training goes on; this validation is not scored."
+        consequence = "Training goes on without it."
         if self.are_too_many:
             consequence = f"Training goes on; after {MAX_FAILURES} failures in a row the callback stops."
         warnings.warn(

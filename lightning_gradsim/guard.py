@@ -14,7 +14,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     """Put every submodule into eval mode, leave inference mode, and restore both afterwards.
 
     The flags are set one by one instead of by ``eval()``: a user's own ``train`` method may do more than set a flag.
-    Compiled modules run eagerly meanwhile, as our hooks would not fire inside them.
+    Compiled modules run eagerly meanwhile, as our hooks would not fire inside them. Buffers that a forward changes even
+    in eval mode (counters, moving averages) get their values back.
 
     Args:
         module: The user's module.
@@ -23,6 +24,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         Nothing.
     """
     modes = [(submodule, submodule.training) for submodule in module.modules() if submodule.training]
+    buffers = [
+        (owner, name, buffer, buffer.clone(), 0 if buffer.is_inference() else buffer._version)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
     eager = torch.compiler.set_stance("force_eager") if is_compiled(module) else nullcontext()
     with torch.inference_mode(False), torch.no_grad(), eager:
         try:
@@ -32,6 +38,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         finally:
             for submodule, mode in modes:
                 submodule.training = mode
+            for owner, name, buffer, value, version in buffers:
+                if getattr(owner, name) is not buffer:
+                    setattr(owner, name, buffer)
+                # By version, not by value: a comparison would wait for the device.
+                if not buffer.is_inference() and buffer._version != version:
+                    buffer.copy_(value)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -58,6 +58,46 @@ def check_strategy(trainer: Trainer, callback_name: str) -> None:
         )
 
 
+def check_forward(module: LightningModule, callback_name: str) -> None:
+    """Refuse a module whose outputs nobody but ``training_step`` can compute.
+
+    Args:
+        module: The user's module.
+        callback_name: What to call ourselves in the message.
+
+    Raises:
+        MisconfigurationException: If it defines neither ``forward`` nor ``gradsim_step``.
+    """
+    if not is_overridden("forward", module) and "forward" not in vars(module) and not hasattr(module, "gradsim_step"):
+        raise MisconfigurationException(
+            f"`{type(module).__name__}` defines no `forward`, which `{callback_name}` needs to compute outputs. Define "
+            "`forward(inputs)` returning logits, or `gradsim_step(batch)` returning (logits, targets, one loss a "
+            "sample)."
+        )
+
+
+@contextmanager
+def silenced(module: LightningModule) -> Iterator[None]:
+    """Let ``self.log`` and ``self.log_dict`` in the user's ``forward`` do nothing: our forwards are none of theirs.
+
+    Args:
+        module: The user's module.
+
+    Yields:
+        Nothing.
+    """
+    own = {name: vars(module)[name] for name in ("log", "log_dict") if name in vars(module)}
+    try:
+        for name in ("log", "log_dict"):
+            object.__setattr__(module, name, lambda *_, **__: None)
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            object.__delattr__(module, name)
+        for name, value in own.items():
+            object.__setattr__(module, name, value)
+
+
 def batch_mover(trainer: Trainer, module: LightningModule) -> Callable[[Any], Any]:
     """What training does with a batch between loader and step: precision, the user's transfer hooks, the device.
 

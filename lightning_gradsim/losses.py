@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
@@ -72,8 +73,29 @@ class PerSampleLoss:
 
     @property
     def ignore_index(self) -> int | None:
-        """The target value that the criterion ignores, if it has one."""
-        return getattr(self.criterion, "ignore_index", None)
+        """The target value that the loss ignores, if it has one."""
+        if self.criterion is not None:
+            return getattr(self.criterion, "ignore_index", None)
+        default = _parameters(self._loss).get("ignore_index")
+        return default if isinstance(default, int) else None
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether every output is the logit or probability of a label of its own."""
+        kinds = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss)
+        functions = (F.binary_cross_entropy_with_logits, F.binary_cross_entropy)
+        return isinstance(self.criterion, kinds) or self._loss in functions
+
+    @property
+    def takes_probabilities(self) -> bool:
+        """Whether the outputs are probabilities already."""
+        return isinstance(self.criterion, nn.BCELoss) or self._loss is F.binary_cross_entropy
+
+    @property
+    def takes_class_indices(self) -> bool:
+        """Whether integer targets name one of the outputs."""
+        kinds = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+        return isinstance(self.criterion, kinds) or self._loss in (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """One loss a sample.
@@ -91,6 +113,7 @@ class PerSampleLoss:
             LossError: If the loss does not give at least one value a sample.
         """
         targets = self._align(logits, targets)
+        self._follow(logits.device)
         try:
             values = self._unreduced(logits, targets)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -109,9 +132,17 @@ class PerSampleLoss:
 
     def batch_value(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The loss of the whole batch as the user would compute it, a scalar."""
+        self._follow(logits.device)
         if self.criterion is not None and getattr(self.criterion, "reduction", "mean") != "none":
             return cast(Tensor, self.criterion(logits, self._align(logits, targets)))
         return self(logits, targets).mean()
+
+    def _follow(self, device: torch.device) -> None:
+        # A criterion passed as `loss_fn` is no part of the module, so nobody moves its class weights.
+        if self.criterion is not None and any(buffer.device != device for buffer in self.criterion.buffers()):
+            self.criterion = copy.deepcopy(self.criterion).to(device)
+            self._loss = self.criterion
+            self._unreduced = _without_reduction(self.criterion)
 
     def _align(self, logits: Tensor, targets: Tensor) -> Tensor:
         if not isinstance(self.criterion, ELEMENTWISE_CRITERIA) and self._loss not in ELEMENTWISE_FUNCTIONS:
@@ -182,8 +213,10 @@ def _without_reduction(loss: nn.Module | LossFunction) -> LossFunction:
     return loss
 
 
-def _parameters(function: Callable[..., Any]) -> set[str]:
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """Parameters of a function with their defaults."""
     try:
-        return set(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have no signature
-        return set()
+        return {}
+    return {name: parameter.default for name, parameter in parameters.items()}

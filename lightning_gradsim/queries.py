@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -187,20 +187,3 @@ class QuerySelection:
 
 def _place(query: Query) -> tuple[int, int]:
     return query.ordinal if query.sample_id is None else query.sample_id, query.ordinal
-
-
-def check_policy(policy: str) -> QueryPolicy:
-    """Refuse an unknown policy.
-
-    Args:
-        policy: The value of ``query_policy``.
-
-    Returns:
-        The policy.
-
-    Raises:
-        ValueError: If there is no such policy.
-    """
-    if policy not in QUERY_POLICIES:
-        raise ValueError(f"`query_policy={policy!r}` is not known. Expected one of {', '.join(QUERY_POLICIES)}.")
-    return cast("QueryPolicy", policy)

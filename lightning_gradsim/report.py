@@ -66,7 +66,7 @@ class QueryReport:
         harmful: Opponents for the given label by the chosen similarity, most harmful first.
         teachers: Proponents for the predicted label by the chosen similarity, strongest first.
         look_alikes: Highest cosine, closest first.
-        label_looks_wrong: Whether its own label is doubtful, judged by its look-alikes.
+        label_looks_wrong: Whether its own label is doubtful, judged by the closest training samples and by the model.
     """
 
     sample_id: int | None
@@ -298,13 +298,17 @@ class Report:
             dropped = "what validation met as wrong is right under the weights present at scoring"
             reason = dropped if self.num_dropped_queries else "no validation sample is misclassified"
             yield f"nothing to explain: {reason}"
-        share = "" if self.time_share is None else f", {self.time_share:.1%} of training time so far"
+        share = ""
+        if self.time_share is not None:
+            words = f"{self.time_share:.1%} of" if self.time_share < 1 else f"{self.time_share:.1f} times"
+            share = f"; so far {words} the time that training took without it"
         yield f"cost: {self.seconds:.2f} s{share}"
 
     def _query_lines(self, query: QueryReport) -> Iterator[str]:
         probability = "" if query.probability is None else f" ({query.probability:.0%})"
         doubt = "; this validation label looks wrong" if query.label_looks_wrong else ""
         name = "?" if query.sample_id is None else str(query.sample_id)
+        name += f" of loader {query.dataloader_idx}" if query.dataloader_idx else ""
         verdict = f"{self.name_of(query.label)} -> {self.name_of(query.prediction)}{probability}{doubt}"
         yield f"validation sample {name}: {verdict}"
         for title, samples in (("harmful", query.harmful), ("look-alikes", query.look_alikes)):

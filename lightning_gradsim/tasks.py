@@ -120,7 +120,8 @@ def check_class_indices(targets: Tensor, num_classes: int, ignore_index: int | N
         raise LabelRangeError(
             f"Labels {values[:10]} lie outside the model's {num_classes} classes (0 to {num_classes - 1}). "
             "Check the targets, or pass `loss_fn=nn.CrossEntropyLoss(ignore_index=...)` if such samples are to be "
-            "ignored."
+            "ignored.",
+            outside.nonzero()[:, 0].tolist(),
         )
 
 

@@ -14,10 +14,14 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 
@@ -136,6 +140,9 @@ def make_reader(source: Any, name: str = "the training data", batch_size: int | 
     if not hasattr(dataset, "__len__") or len(dataset) == 0:
         raise TrainingDataError(f"{_capital(name)} has no samples. {WAY_OUT}")
     ids, positions = _first_of_each(sample_ids(dataset))
+    if loader is not None and isinstance(loader.sampler, SubsetRandomSampler):
+        drawn = torch.isin(positions, torch.as_tensor(list(loader.sampler.indices), dtype=torch.long))
+        ids, positions = ids[drawn], positions[drawn]
     size = batch_size or (loader and loader.batch_size) or DEFAULT_BATCH_SIZE
     return SampleReader(dataset, ids, positions, size, _loader_options(loader, dataset))
 
@@ -205,7 +212,10 @@ def known_labels(reader: SampleReader) -> Tensor | None:
     values = dataset.tensors[-1] if type(dataset) is TensorDataset else getattr(dataset, "targets", None)
     if values is None or len(values) != len(dataset):
         return None
-    labels = torch.as_tensor(values)
+    try:
+        labels = torch.as_tensor(values)
+    except (TypeError, ValueError):  # names of classes, say: then the labels are read with the samples
+        return None
     return labels[positions].long() if labels.ndim == 1 and not labels.is_floating_point() else None
 
 
@@ -234,8 +244,11 @@ def stratified_indices(labels: Tensor | None, num_samples: int, size: int, seed:
 
 def _ids_and_span(dataset: Any) -> tuple[Tensor, int]:
     if type(dataset) is Subset:
+        indices = torch.as_tensor(dataset.indices, dtype=torch.long)
+        if not hasattr(dataset.dataset, "__len__"):
+            return indices, int(indices.max()) + 1 if len(indices) else 0
         ids, span = _ids_and_span(dataset.dataset)
-        return ids[torch.as_tensor(dataset.indices, dtype=torch.long)], span
+        return ids[indices], span
     if type(dataset) is ConcatDataset:
         parts, start = [], 0
         for part in dataset.datasets:
@@ -244,6 +257,21 @@ def _ids_and_span(dataset: Any) -> tuple[Tensor, int]:
             start += span
         return torch.cat(parts), start
     return torch.arange(len(dataset)), len(dataset)
+
+
+def has_known_sampler(loader: Any) -> bool:
+    """Whether a loader is known to draw all of its samples, or (``SubsetRandomSampler``) the part that is read.
+
+    Args:
+        loader: A ``DataLoader``, or a dataset, which has no sampler.
+
+    Returns:
+        ``False`` for samplers and batch samplers of the user's own.
+    """
+    if not isinstance(loader, DataLoader):
+        return True
+    known = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    return isinstance(loader.sampler, known) and isinstance(loader.batch_sampler, BatchSampler)
 
 
 def _first_of_each(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gradsim.report import Report
-from lightning_gradsim.views.tables import suspects_markdown
+from lightning_gradsim.views.tables import mistakes_markdown, suspects_markdown
 
 
 class TensorBoardWriter(Protocol):
@@ -44,6 +44,7 @@ def write_tensorboard(
     Logged under ``tag_prefix``:
 
     - ``mistakes``: the panel
+    - ``mistakes``: table of mistakes, Markdown
     - ``suspects``: table of suspects, Markdown
     - ``errors``: misclassified validation samples, count
     - ``suspects_flagged``: training samples that the model predicts otherwise than labelled, count
@@ -59,6 +60,7 @@ def write_tensorboard(
     step = report.step
     if panel is not None:
         writer.add_image(f"{tag_prefix}/mistakes", panel, global_step=step, dataformats="HWC")
+    writer.add_text(f"{tag_prefix}/mistakes", mistakes_markdown(report), global_step=step)
     writer.add_text(f"{tag_prefix}/suspects", suspects_markdown(report), global_step=step)
     writer.add_scalar(f"{tag_prefix}/errors", report.num_errors, global_step=step)
     writer.add_scalar(f"{tag_prefix}/suspects_flagged", report.suspects.num_flagged, global_step=step)

@@ -111,7 +111,7 @@ class TestTensorBoard:
         _, _, recorder = fit(tmp_path, max_epochs=2)
         read_back = events(tmp_path / "run" / "version_0")
         assert read_back.Tags()["images"] == ["gradsim/mistakes"]
-        assert read_back.Tags()["tensors"] == ["gradsim/suspects/text_summary"]
+        assert read_back.Tags()["tensors"] == ["gradsim/mistakes/text_summary", "gradsim/suspects/text_summary"]
         ours = {tag for tag in read_back.Tags()["scalars"] if tag.startswith("gradsim/")}
         names = {"errors", "suspects_flagged", "overhead_seconds", "overhead_share"}
         assert ours == {f"gradsim/{name}" for name in names}

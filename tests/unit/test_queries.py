@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.errors import NonFiniteError
-from lightning_gradsim.queries import QUERY_POLICIES, ErrorCounts, QuerySelection, check_policy
+from lightning_gradsim.queries import QUERY_POLICIES, ErrorCounts, QuerySelection
 from lightning_gradsim.tasks import Task
 
 CLASSES, NUM_SAMPLES = 4, 60
@@ -228,10 +228,3 @@ def test_losses_that_are_not_finite_are_named(value, with_ids, words):
     with pytest.raises(NonFiniteError, match=rf"2 samples of loader 1 \({words}\)\. Nothing is scored") as caught:
         select((logits, labels), order=order, batch_size=NUM_SAMPLES, with_ids=with_ids, loader=1)
     assert "Check the loss in eval mode" in str(caught.value)
-
-
-def test_policies():
-    for policy in QUERY_POLICIES:
-        assert check_policy(policy) == policy
-    with pytest.raises(ValueError, match=r"`query_policy='worst'` is not known\. Expected one of highest_loss, random"):
-        check_policy("worst")

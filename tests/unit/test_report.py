@@ -202,9 +202,9 @@ def test_summary():
     for words in (
         "epoch 2, step 300: 12 of 200 validation samples wrong",
         "2 queries against all 1,000 training samples (head; dot)",
-        "cost: 1.25 s, 5.0% of training time so far",
-        "validation sample 7: cat -> ape (88%)",
-        "validation sample ?: cat -> ape (88%); this validation label looks wrong",
+        "cost: 1.25 s; so far 5.0% of the time that training took without it",
+        "validation sample 7 of loader 1: cat -> ape (88%)",
+        "validation sample ? of loader 1: cat -> ape (88%); this validation label looks wrong",
         "#41 ape -3.5  #42 dog -2.5",
         "#44 cat +0.75",
         "3 flagged",
@@ -226,7 +226,7 @@ def test_summary_of_nothing():
     text = nothing.summary()
     assert "no validation sample is misclassified" in text
     assert "suspects (" not in text
-    assert "of training time" not in text
+    assert "that training took" not in text
 
 
 def test_summary_where_all_queries_were_dropped():
@@ -240,7 +240,7 @@ def test_summary_of_regression():
     values = query(label=0.5, prediction=2.25, probability=None)
     text = report(task="regression", queries=(values,)).summary()
     assert "200 validation samples, studied by loss" in text
-    assert "validation sample 7: 0.5 -> 2.25\n" in text
+    assert "validation sample 7 of loader 1: 0.5 -> 2.25\n" in text
 
 
 def test_summary_of_a_query_without_lists():

@@ -66,6 +66,7 @@ def test_what_is_not_known_is_left_out(tmp_path, report, panel, missing):
         "overhead_seconds",
         "overhead_share",
         "mistakes",
+        "mistakes/text_summary",
         "suspects/text_summary",
     }
     assert written == {f"x/{tag}" for tag in everything} - {missing}
