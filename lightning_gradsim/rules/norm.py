@@ -10,38 +10,25 @@ from lightning_gradsim.factors import OuterFactors
 from lightning_gradsim.rules.registry import register_rule
 
 
-@register_rule(nn.LayerNorm)
+@register_rule(nn.LayerNorm, nn.RMSNorm)
 def layer_norm_factors(layer: nn.Module, activations: Tensor, output_grads: Tensor) -> OuterFactors:
     """The normalised input scales the output gradient; positions before the normalised dimensions are summed.
 
     Args:
-        layer: An ``nn.LayerNorm``.
+        layer: An ``nn.LayerNorm`` or ``nn.RMSNorm``.
         activations: Its input, ``[n, ..., *normalized_shape]``.
         output_grads: Gradients by its output, of the same shape.
 
     Returns:
         Materialised gradients, one value a trainable parameter.
     """
-    assert isinstance(layer, nn.LayerNorm)
-    normalised = F.layer_norm(activations, layer.normalized_shape, eps=layer.eps)
-    return _affine(layer, normalised, output_grads, summed=range(1, activations.ndim - len(layer.normalized_shape)))
-
-
-@register_rule(nn.RMSNorm)
-def rms_norm_factors(layer: nn.Module, activations: Tensor, output_grads: Tensor) -> OuterFactors:
-    """As for ``nn.LayerNorm``, without a shift.
-
-    Args:
-        layer: An ``nn.RMSNorm``.
-        activations: Its input, ``[n, ..., *normalized_shape]``.
-        output_grads: Gradients by its output, of the same shape.
-
-    Returns:
-        Materialised gradients, one value a trainable parameter.
-    """
-    assert isinstance(layer, nn.RMSNorm)
-    normalised = F.rms_norm(activations, layer.normalized_shape, eps=layer.eps)
-    return _affine(layer, normalised, output_grads, summed=range(1, activations.ndim - len(layer.normalized_shape)))
+    assert isinstance(layer, (nn.LayerNorm, nn.RMSNorm))
+    shape = list(layer.normalized_shape)
+    if isinstance(layer, nn.RMSNorm):
+        normalised = F.rms_norm(activations, shape, eps=layer.eps)
+    else:
+        normalised = F.layer_norm(activations, shape, eps=layer.eps)
+    return _affine(layer, normalised, output_grads, summed=range(1, activations.ndim - len(shape)))
 
 
 @register_rule(nn.GroupNorm)
