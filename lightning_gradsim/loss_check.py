@@ -51,7 +51,9 @@ class LossCheck:
         """
         self.remove()
         self._handles.append(module.register_forward_hook(self._keep_output))
-        self._handles += [child.register_forward_hook(self._keep_child_output) for child in module.children()]
+        for child in module.children():
+            if not isinstance(child, torch.jit.ScriptModule):  # takes no hooks
+                self._handles.append(child.register_forward_hook(self._keep_child_output))
 
     def end_step(self, adapter: Adapter, batch: Any, returned: Tensor | None) -> None:
         """Compare the losses of the step that just ended.

@@ -161,6 +161,8 @@ class PerSampleGradients:
 
     def _watch(self, layers: Mapping[str, nn.Module]) -> None:
         for name, layer in layers.items():
+            if isinstance(layer, torch.jit.ScriptModule):
+                continue  # takes no hooks: counts as a layer that is not called
 
             def before(_: nn.Module, __: Any, name: str = name) -> None:
                 self._before(name)

@@ -125,3 +125,12 @@ def test_mappings_with_any_keyword(tmp_path):
     x = torch.randn(3, NUM_FEATURES)
     assert torch.equal(Adapter().forward(AnyKeyword(), {"a": x, "b": x}), 2 * x)
     assert torch.equal(Adapter().forward(nn.Identity(), {"pixels": x}), x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_scripted_part_of_the_module(tmp_path):
+    module = Classifier()
+    module.body = torch.jit.script(module.body)
+    gradsim, _, _ = fit(tmp_path, module=module)
+    assert read(gradsim).layers == ("head",)
+    assert read(gradsim).notes == ()
