@@ -70,7 +70,8 @@ class PassResult:
     Attributes:
         layers: Names of the layers.
         queries: By position, the queries that are still wrong, with their lists; those that are right by now are
-        absent. suspects: All training samples by self-influence.
+            absent.
+        suspects: All training samples by self-influence.
         has_teachers: Whether predictions have a loss, so that teachers could be found.
         num_samples: Training samples scored.
     """
