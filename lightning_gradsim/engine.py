@@ -43,11 +43,14 @@ class EngineSettings:
         layers: The choice of layers.
         similarity: Similarity of harmful samples and teachers.
         top_k: Length of each list.
+        teachers: Whether gradients for the queries' predicted labels are computed, too. Without them there are neither
+            teachers nor doubts about a query's own label, and half as many products.
     """
 
     layers: LayerSpec = "last"
     similarity: Similarity = "dot"
     top_k: int = 8
+    teachers: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +126,7 @@ def run_pass(
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
-        queries = _prepare_queries(module, adapter, query_batches, gradients, forward_context)
+        queries = _prepare_queries(module, adapter, query_batches, gradients, settings, forward_context)
         scorer = _Scorer(queries, settings)
         for ids, batch in train_batches:
             try:
@@ -194,6 +197,7 @@ def _prepare_queries(
     adapter: Adapter,
     query_batches: Sequence[QueryBatch],
     gradients: PerSampleGradients,
+    settings: EngineSettings,
     forward_context: ForwardContext,
 ) -> _QuerySide | None:
     positions: list[int] = []
@@ -204,7 +208,7 @@ def _prepare_queries(
     for part in query_batches:
         with gradients.recording(), forward_context():
             step = adapter.step(module, part.batch)
-            relabelled = adapter.relabelled(step)
+            relabelled = adapter.relabelled(step) if settings.teachers else None
         _check_query_losses(step)
         # Weights may have changed since validation met the sample (EMA): those that are right by now are dropped.
         rows = step.outcome.wrong.nonzero().flatten()

@@ -204,6 +204,19 @@ def test_regression_has_neither_teachers_nor_flags():
     assert all(query.harmful and not query.teachers and query.probability is None for query in result.queries.values())
 
 
+def test_without_teachers_the_rest_is_the_same():
+    module = nn.Linear(FEATURES, CLASSES)
+    data = wrong_samples(module, 6), samples(40)
+    full, short = run(module, *data), run(module, *data, teachers=False)
+    assert full.has_teachers
+    assert not short.has_teachers
+    for position, query in short.queries.items():
+        assert not query.teachers
+        assert not query.label_looks_wrong
+        assert [s.sample_id for s in query.harmful] == [s.sample_id for s in full.queries[position].harmful]
+        assert [s.sample_id for s in query.look_alikes] == [s.sample_id for s in full.queries[position].look_alikes]
+
+
 class Tagger(nn.Module):
     """A class for every token."""
 
