@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_gradsim.batches import take_sample
 from lightning_gradsim.errors import BatchFormatError, LossError
 from lightning_gradsim.losses import LossFunction, PerSampleLoss, cross_entropy, find_loss
+from lightning_gradsim.precision import raise_half
 from lightning_gradsim.tasks import Outcome, Task, check_class_indices, predicted_targets, read_outcome
 
 TARGET_KEYS = ("label", "labels", "target", "targets", "y")
@@ -192,8 +193,7 @@ class Adapter:
             LabelRangeError: If a class index lies outside the logits.
             LossError: If there is no loss of one value a sample.
         """
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
+        logits = raise_half(logits)
         task, are_probabilities = self._task(logits, targets)
         loss = self._loss_for(logits, targets)
         is_index = not targets.is_floating_point() and logits.ndim > 1
@@ -201,20 +201,37 @@ class Adapter:
             check_class_indices(targets, logits.shape[1], loss.ignore_index)
         return Step(logits, targets, self.losses(logits, targets), task, are_probabilities)
 
-    def relabelled(self, step: Step) -> Tensor | None:
-        """Losses of the same outputs as if the predictions were the labels.
+    def sample_losses(self, module: nn.Module, batch: Any, targets: Tensor | None = None) -> Tensor:
+        """One loss a sample, without the checks of ``step``, so that ``torch.func`` can follow.
+
+        Args:
+            module: The user's module.
+            batch: A batch that ``step`` has read before, or a part of it.
+            targets: Targets to take instead of the batch's own, first dimension ``B``.
+
+        Returns:
+            Losses ``[B]``.
+        """
+        own_step = getattr(module, "gradsim_step", None)
+        if own_step is None and type(self).step is Adapter.step:
+            inputs, own_targets = self.split(batch)
+            logits = raise_half(self.forward(module, inputs))
+            return self.losses(logits, own_targets if targets is None else targets)
+        step = self.step(module, batch)
+        return step.losses if targets is None else self.losses(step.logits, targets)
+
+    def predicted_targets(self, step: Step) -> Tensor | None:
+        """Targets that say what the model predicts.
 
         Args:
             step: A step of this adapter.
 
         Returns:
-            Losses ``[B]``, or ``None`` where predictions have no loss (regression) or it is not known
-            (``gradsim_step`` without a criterion that agrees with it).
+            Targets in the form of the step's own, or ``None`` where predictions have no loss (regression) or it is not
+            known (``gradsim_step`` without a criterion that agrees with it).
         """
         targets = predicted_targets(step.task, step.outcome, step.targets)
-        if targets is None or not self._agrees(step):
-            return None
-        return self.losses(step.logits, targets)
+        return targets if targets is not None and self._agrees(step) else None
 
     def batch_loss(self, step: Step) -> Tensor:
         """The loss of the whole batch as the criterion reduces it, a scalar."""

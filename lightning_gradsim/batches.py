@@ -26,27 +26,70 @@ def take_sample(batch: Any, index: int, batch_size: int) -> Any:
     Raises:
         BatchFormatError: If the batch holds something that cannot be cut.
     """
+    one = take_rows(batch, slice(index, index + 1), batch_size)
+    return _map(
+        one, lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, lambda items: items
+    )
 
-    def check_length(what: str, length: int) -> None:
-        if length != batch_size:
-            raise BatchFormatError(
-                f"A batch of {batch_size} samples holds {what} of length {length} along the first dimension, which "
-                "cannot be cut into samples. Leave it out of the batch, or override `Adapter.take_sample`."
-            )
+
+def take_rows(batch: Any, rows: slice, batch_size: int) -> Any:
+    """Some samples of a batch, as a batch of views on the same device.
+
+    Args:
+        batch: A batch as ``take_sample`` takes it.
+        rows: Which samples.
+        batch_size: Number of samples.
+
+    Returns:
+        The same nesting.
+
+    Raises:
+        BatchFormatError: If the batch holds something that cannot be cut.
+    """
 
     def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
             return leaf
-        if leaf.ndim:
-            check_length("a tensor", leaf.shape[0])
-            leaf = leaf[index : index + 1]
-        return leaf.detach().cpu().clone()
+        _check_length("a tensor", leaf.shape[0], batch_size)
+        return leaf[rows]
 
     def cut_list(items: Sequence[Any]) -> Sequence[Any]:
-        check_length("a list", len(items))
-        return items[index : index + 1]
+        _check_length("a list", len(items), batch_size)
+        return items[rows]
 
     return _map(batch, cut, cut_list)
+
+
+def stack_of_samples(batch: Any, batch_size: int) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors of a batch that differ from sample to sample, and the way back to a batch.
+
+    Args:
+        batch: A batch as ``take_sample`` takes it, without lists of numbers or strings.
+        batch_size: Number of samples.
+
+    Returns:
+        Tensors of ``batch_size`` rows, and a function from as many tensors to a batch that holds them instead.
+
+    Raises:
+        BatchFormatError: If the batch holds something that cannot be cut, or a list of numbers or strings.
+    """
+    tensors: list[Tensor] = []
+
+    def keep(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            _check_length("a tensor", leaf.shape[0], batch_size)
+            tensors.append(leaf)
+        return leaf
+
+    def refuse(items: Sequence[Any]) -> Sequence[Any]:
+        raise BatchFormatError(f"A batch holds a list of {type(items[0]).__name__}. Expected tensors.")
+
+    def rebuild(values: Sequence[Tensor]) -> Any:
+        left = iter(values)
+        return _map(batch, lambda leaf: next(left) if isinstance(leaf, Tensor) and leaf.ndim else leaf, refuse)
+
+    _map(batch, keep, refuse)
+    return tensors, rebuild
 
 
 def copy_batch(batch: Any) -> Any:
@@ -89,6 +132,14 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, (list, tuple)):
         for value in batch:
             yield from tensors_of(value)
+
+
+def _check_length(what: str, length: int, batch_size: int) -> None:
+    if length != batch_size:
+        raise BatchFormatError(
+            f"A batch of {batch_size} samples holds {what} of length {length} along the first dimension, which cannot "
+            "be cut into samples. Leave it out of the batch, or override `Adapter.take_sample`."
+        )
 
 
 def _map(batch: Any, leaf: Callable[[Any], Any], leaves: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:

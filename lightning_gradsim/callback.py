@@ -25,7 +25,6 @@ from lightning_gradsim.loss_check import UNCHECKED, LossCheck
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection
 from lightning_gradsim.report import Report
-from lightning_gradsim.rules import find_rule
 from lightning_gradsim.scores import SIMILARITIES, Similarity
 from lightning_gradsim.sinks import save_png_atomically, write_report_files, write_tensorboard
 from lightning_gradsim.train_pass import is_in_order, make_reader, sample_ids
@@ -47,8 +46,8 @@ class GradSimCallback(Callback):
     The training run is left as it was, bit for bit: see ``docs/design.md``.
 
     Args:
-        layers: ``"last"`` (the last layer called that has trainable parameters), ``"all"``, a name, a glob, a layer
-            type, several of these, or a predicate of (name, layer).
+        layers: ``"last"`` (the last layer called that has trainable parameters), ``"last:3"``, ``"all"``, a name of a
+            layer or parameter, a glob, a layer type, several of these, or a predicate of (name, layer).
         similarity: Similarity of harmful samples and teachers: ``"dot"``, ``"cosine"`` or ``"asymmetric"``.
         num_queries: How many misclassified validation samples are studied at most.
         top_k: Length of the lists of each query.
@@ -303,8 +302,7 @@ class GradSimCallback(Callback):
         return False
 
     def _check_module(self, module: LightningModule) -> None:
-        for name in select_layers(module, self.settings.layers):
-            find_rule(name or type(module).__name__, module.get_submodule(name))
+        select_layers(module, self.settings.layers)
         if type(self.adapter).forward is Adapter.forward and type(self.adapter).step is Adapter.step:
             bridge.check_forward(module, type(self).__name__)
         self.adapter.bind(module, self.loss_fn)

@@ -21,6 +21,7 @@ from lightning_gradsim.sample_statistics import SampleStatistics, labels_of
 from lightning_gradsim.scores import Similarity, compute_similarity
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.topk import TopK
+from lightning_gradsim.whole_module import Recompute
 from lightning_gradsim.wrapper import PerSampleGradients
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
@@ -135,8 +136,9 @@ def run_pass(
             except LabelRangeError as error:
                 named = ids[list(error.rows)].tolist() if error.rows else ids.tolist()
                 raise LabelRangeError(f"Training samples {named[:10]}: {error}", error.rows) from error
-            scorer.update(ids, step, gradients.factors(step.losses))
-        names = gradients.names
+            again = _recompute(module, adapter, batch, forward_context)
+            scorer.update(ids, step, gradients.factors(step.losses, recompute=again))
+        names = tuple(gradients.chosen_names()) if gradients.selection else ()
     suspects = scorer.compute_suspects()
     reports = {} if queries is None else dict(_query_reports(queries, scorer.top, suspects, settings.top_k))
     return PassResult(names, reports, suspects, queries is not None and queries.has_teachers, len(suspects))
@@ -192,6 +194,15 @@ class _Scorer:
         self._statistics.update(ids, norms, step.losses, step.outcome, has_classes=has_classes)
 
 
+def _recompute(
+    module: nn.Module, adapter: Adapter, batch: Any, forward_context: ForwardContext, targets: Tensor | None = None
+) -> Recompute:
+    def losses(pair: tuple[Any, Tensor | None]) -> Tensor:
+        return adapter.sample_losses(module, *pair)
+
+    return Recompute(losses, (batch, targets), forward_context)
+
+
 def _prepare_queries(
     module: nn.Module,
     adapter: Adapter,
@@ -208,13 +219,16 @@ def _prepare_queries(
     for part in query_batches:
         with gradients.recording(), forward_context():
             step = adapter.step(module, part.batch)
-            relabelled = adapter.relabelled(step) if settings.teachers else None
+            targets = adapter.predicted_targets(step) if settings.teachers else None
+            relabelled = None if targets is None else adapter.losses(step.logits, targets)
         _check_query_losses(step)
         # Weights may have changed since validation met the sample (EMA): those that are right by now are dropped.
         rows = step.outcome.wrong.nonzero().flatten()
-        given.append(_rows(gradients.factors(step.losses, retain=relabelled is not None), rows))
+        again = _recompute(module, adapter, part.batch, forward_context)
+        given.append(_rows(gradients.factors(step.losses, retain=relabelled is not None, recompute=again), rows))
         if relabelled is not None:
-            predicted.append(_rows(gradients.factors(relabelled), rows))
+            again = _recompute(module, adapter, part.batch, forward_context, targets)
+            predicted.append(_rows(gradients.factors(relabelled, recompute=again), rows))
         positions += [part.positions[row] for row in rows.tolist()]
         reports += [_without_lists(step, row) for row in rows.tolist()]
         probabilities = step.outcome.label_probabilities

@@ -30,7 +30,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         for name, buffer in owner.named_buffers(recurse=False)
     ]
     eager = torch.compiler.set_stance("force_eager") if is_compiled(module) else nullcontext()
-    with torch.inference_mode(False), torch.no_grad(), eager:
+    with torch.inference_mode(False), torch.no_grad(), eager, without_fast_attention():
         try:
             for submodule, _ in modes:
                 submodule.training = False
@@ -44,6 +44,35 @@ def evaluating(module: nn.Module) -> Iterator[None]:
                 # By version, not by value: a comparison would wait for the device.
                 if not buffer.is_inference() and buffer._version != version:
                     buffer.copy_(value)
+
+
+@contextmanager
+def without_fast_attention() -> Iterator[None]:
+    """Keep PyTorch's attention and encoder layers from their fused path for inference, which calls no layer inside.
+
+    Yields:
+        Nothing.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory did not suffice, on the device or beside it.
+
+    Args:
+        error: The exception.
+
+    Returns:
+        The answer.
+    """
+    # On the CPU, torch has no class of its own for it.
+    words = "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and words)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -1,19 +1,26 @@
-"""From what the user writes as ``layers`` to the names of layers."""
+"""From what the user writes as ``layers`` to the names of layers, and of their parameters."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_gradsim.errors import LayerSelectionError
 
 LayerSpec = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence["str | type[nn.Module]"]
-"""``"last"``, ``"all"``, a name, a glob, a layer type, several of these, or a predicate of (name, layer)."""
+"""``"last"``, ``"last:3"``, ``"all"``, a name of a layer or parameter, a glob, a layer type, several of these, or a
+predicate of (name, layer)."""
+
+Selection = dict[str, tuple[str, ...]]
+"""Names of the chosen layers, each with the names of the chosen parameters in it."""
 
 MAX_LISTED = 10
+FORMS = 'Expected "last", "last:3", "all", names, globs, layer types or one predicate of (name, layer).'
 
 
 def trainable_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -25,11 +32,30 @@ def trainable_layers(module: nn.Module) -> dict[str, nn.Module]:
     Returns:
         Layers by name, in the order of registration. The module itself has the name ``""``.
     """
+    inner = tuple(f"{name}.parametrizations." for name, layer in module.named_modules() if is_parametrized(layer))
     return {
         name: layer
         for name, layer in module.named_modules()
-        if any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
+        # What a parametrization trains belongs to the layer that it is made for.
+        if own_parameters(layer) and not name.startswith(tuple(prefix.lstrip(".") for prefix in inner))
     }
+
+
+def own_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters of a layer that belong to no layer inside of it.
+
+    Args:
+        layer: The layer.
+
+    Returns:
+        Parameters by their names in the layer, those of its parametrizations (``weight_norm``, ``spectral_norm``)
+        included.
+    """
+    parameters = dict(layer.named_parameters(recurse=False))
+    if is_parametrized(layer):
+        parametrizations = layer.get_submodule("parametrizations")
+        parameters |= {f"parametrizations.{name}": value for name, value in parametrizations.named_parameters()}
+    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 
 def check_layer_spec(spec: LayerSpec) -> None:
@@ -40,38 +66,36 @@ def check_layer_spec(spec: LayerSpec) -> None:
 
     Raises:
         TypeError: If it is none of the accepted forms.
-        ValueError: If it is empty.
+        ValueError: If it is empty, or asks for the last 0 layers.
     """
     if isinstance(spec, str) or (callable(spec) and not isinstance(spec, (type, nn.Module))):
         parts: Sequence[object] = ()
     elif isinstance(spec, Sequence):
         parts = spec
         if not parts:
-            raise ValueError(
-                '`layers=[]` chooses nothing. Pass "last", "all", names, globs, layer types or a predicate.'
-            )
+            raise ValueError(f"`layers=[]` chooses nothing. {FORMS}")
     else:
         parts = (spec,)
     for part in parts:
         if not isinstance(part, str) and not (isinstance(part, type) and issubclass(part, nn.Module)):
-            raise TypeError(
-                f'`layers={spec!r}` holds a {type(part).__name__}. Expected "last", "all", names, globs, layer types '
-                "or one predicate of (name, layer)."
-            )
+            raise TypeError(f"`layers={spec!r}` holds a {type(part).__name__}. {FORMS}")
+    if isinstance(spec, str) and spec.startswith("last:") and _number_of_last(spec) is None:
+        raise ValueError(f'`layers={spec!r}` names no number. Expected "last:" and a whole number of at least 1.')
 
 
-def select_layers(module: nn.Module, spec: LayerSpec, called: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Names of the chosen layers.
+def select_layers(module: nn.Module, spec: LayerSpec, called: Sequence[str] | None = None) -> Selection:
+    """The chosen layers, and the chosen parameters of each.
 
     Args:
         module: The user's module.
-        spec: ``"last"`` (the last called), ``"all"``, a name (of a layer, or of a container for all layers in it), a
-            glob, a layer type, several of these, or a predicate of (name, layer).
+        spec: ``"last"`` (the last called), ``"last:3"`` (the last three), ``"all"``, a name (of a layer, of a container
+            for all layers in it, or of a parameter), a glob, a layer type, several of these, or a predicate of
+            (name, layer).
         called: Names of the trainable layers in the order in which a forward began them; ``None`` before the first
             forward, when ``"last"`` cannot be told yet.
 
     Returns:
-        Names, each once; empty only for ``"last"`` before the first forward.
+        Names of parameters by layer; empty only for ``"last"`` before the first forward.
 
     Raises:
         LayerSelectionError: If nothing matches, or what matches has nothing to train.
@@ -82,30 +106,76 @@ def select_layers(module: nn.Module, spec: LayerSpec, called: Sequence[str] | No
             f"`{type(module).__name__}` has no trainable parameters, so there are no gradients to compare. Set "
             "`requires_grad` on the layers of interest."
         )
-    if spec == "last":
-        if called is None:
-            return ()
-        if not called:
-            raise LayerSelectionError(
-                f"No trainable layer of `{type(module).__name__}` was called with gradients on in the forward pass, so "
-                'there is no last one. Pass `layers=` by name, and check that `forward` does not run under "no_grad".'
-            )
-        return (called[-1],)
-    if spec == "all":
-        return tuple(layers)
-    if callable(spec) and not isinstance(spec, type):
-        chosen = tuple(name for name, layer in layers.items() if spec(name, layer))
-        if not chosen:
+    number = _number_of_last(spec)
+    if number is not None:
+        names = () if called is None else _last(module, number, called)
+    elif spec == "all":
+        names = tuple(layers)
+    elif callable(spec) and not isinstance(spec, type):
+        names = tuple(name for name, layer in layers.items() if spec(name, layer))
+        if not names:
             raise LayerSelectionError(
                 f"The predicate passed as `layers` accepts none of the {len(layers)} trainable layers: "
                 f"{_listed(layers)}."
             )
-        return chosen
-    parts = (spec,) if isinstance(spec, (str, type)) else spec
-    return tuple(dict.fromkeys(name for part in parts for name in _matches(module, part, layers)))
+    else:
+        parts = (spec,) if isinstance(spec, (str, type)) else spec
+        return _union([_matches(module, part, layers) for part in parts], layers)
+    return _whole(names, layers)
 
 
-def _matches(module: nn.Module, part: str | type[nn.Module], layers: Mapping[str, nn.Module]) -> list[str]:
+def parameter_names(selection: Selection, layers: Mapping[str, nn.Module]) -> list[str]:
+    """What a selection holds, in words: layers, or single parameters where only some of a layer's are chosen.
+
+    Args:
+        selection: The chosen layers.
+        layers: All trainable layers.
+
+    Returns:
+        Names, in the order of the selection.
+    """
+    return [
+        name
+        for layer, chosen in selection.items()
+        for name in ([layer] if len(chosen) == len(own_parameters(layers[layer])) else _full_names(layer, chosen))
+    ]
+
+
+def _number_of_last(spec: LayerSpec) -> int | None:
+    """How many of the last called layers are meant; ``None`` if others are."""
+    if spec == "last":
+        return 1
+    found = re.fullmatch(r"last:([1-9]\d*)", spec) if isinstance(spec, str) else None
+    return None if found is None else int(found.group(1))
+
+
+def _last(module: nn.Module, number: int, called: Sequence[str]) -> tuple[str, ...]:
+    if not called:
+        raise LayerSelectionError(
+            f"No trainable layer of `{type(module).__name__}` was called with gradients on in the forward pass, so "
+            'there is no last one. Pass `layers=` by name, and check that `forward` does not run under "no_grad".'
+        )
+    if number > len(called):
+        raise LayerSelectionError(
+            f'`layers="last:{number}"` asks for more layers than the {len(called)} trainable ones that the forward '
+            f'pass of `{type(module).__name__}` called. Ask for fewer, or for "all".'
+        )
+    return tuple(called[-number:])
+
+
+def _whole(names: Sequence[str], layers: Mapping[str, nn.Module]) -> Selection:
+    return {name: tuple(own_parameters(layers[name])) for name in names}
+
+
+def _union(parts: Sequence[Selection], layers: Mapping[str, nn.Module]) -> Selection:
+    chosen: dict[str, set[str]] = {}
+    for part in parts:
+        for layer, names in part.items():
+            chosen.setdefault(layer, set()).update(names)
+    return {layer: tuple(n for n in own_parameters(layers[layer]) if n in names) for layer, names in chosen.items()}
+
+
+def _matches(module: nn.Module, part: str | type[nn.Module], layers: Mapping[str, nn.Module]) -> Selection:
     if isinstance(part, type):
         found = [name for name, layer in layers.items() if isinstance(layer, part)]
         if not found:
@@ -113,24 +183,44 @@ def _matches(module: nn.Module, part: str | type[nn.Module], layers: Mapping[str
                 f"`layers` names the type `{part.__name__}`, but `{type(module).__name__}` has no trainable layer of "
                 f"it. Trainable layers: {_listed(layers)}."
             )
-        return found
+        return _whole(found, layers)
     found = [name for name in layers if fnmatchcase(name, part) or name.startswith(f"{part}.")]
     if found:
-        return found
+        return _whole(found, layers)
+    parameters = {
+        name: tuple(own for own in own_parameters(layer) if fnmatchcase(_full_names(name, [own])[0], part))
+        for name, layer in layers.items()
+    }
+    chosen = {name: own for name, own in parameters.items() if own}
+    if chosen:
+        return chosen
+    raise LayerSelectionError(_no_match(module, part, layers))
+
+
+def _no_match(module: nn.Module, part: str, layers: Mapping[str, nn.Module]) -> str:
     known = dict(module.named_modules())
     if part in known:
-        raise LayerSelectionError(
+        return (
             f"Layer `{part}` (`{type(known[part]).__name__}`) has no trainable parameter, so it has no gradient. Set "
             f"`requires_grad`, or choose among {_listed(layers)}."
+        )
+    if part in dict(module.named_parameters()):
+        return (
+            f"Parameter `{part}` is frozen, so it has no gradient. Set `requires_grad`, or choose among "
+            f"{_listed(layers)}."
         )
     closest = difflib.get_close_matches(part, list(layers), n=3, cutoff=0.4)
     hint = (
         f"Closest: {', '.join(f'`{name}`' for name in closest)}" if closest else f"Trainable layers: {_listed(layers)}"
     )
-    raise LayerSelectionError(
+    return (
         f"`layers={part!r}` matches no layer of `{type(module).__name__}`. {hint}. "
         "`GradSimCallback.available_layers(model)` lists all."
     )
+
+
+def _full_names(layer: str, names: Sequence[str]) -> list[str]:
+    return [f"{layer}.{name}" if layer else name for name in names]
 
 
 def _listed(layers: Mapping[str, nn.Module]) -> str:

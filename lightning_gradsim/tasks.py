@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gradsim.errors import LabelRangeError
+from lightning_gradsim.precision import raise_half
 
 
 class Task(Enum):
@@ -60,7 +61,7 @@ def read_outcome(task: Task, logits: Tensor, targets: Tensor, *, are_probabiliti
     Returns:
         The outcome, on the device of the logits.
     """
-    logits = logits.detach().float() if logits.dtype in (torch.float16, torch.bfloat16) else logits.detach()
+    logits = raise_half(logits.detach())
     if task is Task.CLASSIFICATION:
         return _classification(logits, targets)
     if task is Task.REGRESSION:

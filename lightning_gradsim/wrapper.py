@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
-from lightning_gradsim.errors import GradSimError, LayerSelectionError, LossError, SampleMixingError
-from lightning_gradsim.factors import Factors, concatenate_positions, squared_norms
-from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
-from lightning_gradsim.rules import Rule, find_rule, split_gradients
+from lightning_gradsim.errors import (
+    GradSimError,
+    LayerSelectionError,
+    LossError,
+    SampleMixingError,
+    UnsupportedLayerError,
+)
+from lightning_gradsim.factors import Factors, OuterFactors, concatenate_positions, squared_norms
+from lightning_gradsim.layer_selection import (
+    LayerSpec,
+    Selection,
+    check_layer_spec,
+    own_parameters,
+    parameter_names,
+    select_layers,
+    trainable_layers,
+)
+from lightning_gradsim.precision import SUM_TOLERANCE, raise_half
+from lightning_gradsim.recorder import Call, Recorder
+from lightning_gradsim.rules import Rule, find_rule, find_sampler, keep_parameters, split_gradients
+from lightning_gradsim.whole_module import Recompute, WholeModule
 
-SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""Largest relative difference between the summed factors and autograd on the first batch, by dtype of the layer's
-output.
-
-Far above rounding (1e-6 in float32), far below what a wrong rule or a forgotten use of a weight gives.
-"""
-
-
-class _Call:
-    """One call of a layer: its input, and where its output sits in the graph."""
-
-    __slots__ = ("activations", "edge", "output_dtype", "output_shape", "version")
-
-    def __init__(self, activations: Tensor, output: Tensor) -> None:
-        self.activations = activations.detach()
-        self.version = activations._version
-        self.output_shape = output.shape
-        self.output_dtype = output.dtype
-        # Taken inside the hook: an in-place activation that follows would move the saved output's place in the graph.
-        self.edge: GradientEdge = get_gradient_edge(output)
+Step = Literal["rule", "opacus", "vmap", "one at a time"]
+"""Steps of the ladder: a rule of ours, a sampler of Opacus, ``vmap(grad)`` over the whole module, single samples."""
 
 
 class PerSampleGradients:
@@ -45,19 +42,25 @@ class PerSampleGradients:
     The module is not wrapped or changed: hooks are registered on entering and removed on leaving. The backward runs
     from the losses to the outputs of the chosen layers only; it computes no weight gradients and touches no ``.grad``.
 
-    The first batch settles which layers are called, and is checked: the factors' sum must equal autograd's gradient of
-    the summed losses, and a sample's loss must depend on its own rows alone. So what cannot be exact raises.
+    Layers that hooks cannot serve (no rule, tied weights, weights used by a parent, rows that are not samples) need
+    their samples to run again: ``compute`` does it, ``factors`` does if it is told how, and raises otherwise.
+
+    The first batch settles which layers are called and how each is served, and is checked: the factors' sum must equal
+    autograd's gradient of the summed losses, and a sample's loss must depend on its own rows alone. So what cannot be
+    exact raises.
 
     Attributes:
-        names: Names of the chosen layers; empty before the first batch for ``layers="last"``.
+        selection: Names of the chosen layers, each with the names of the chosen parameters in it; empty before the
+            first batch for ``layers="last"``.
+        reasons: Why a layer is not served by hooks, by name.
 
     Example::
 
-        with PerSampleGradients(model, layers="last") as gradients:
-            with gradients.recording():
-                losses = F.cross_entropy(model(x), y, reduction="none")
-            factors = gradients.factors(losses)["head"]
-        similarities = dot(factors, factors)  # [B, B]
+        with PerSampleGradients(model, layers="all") as gradients:
+            factors = gradients.compute(
+                lambda batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch
+            )
+            similarities = dot(factors["head"], factors["head"])  # [B, B]
 
     Source:
         The contraction is that of Goodfellow (2015), arXiv:1510.01799; hooks on layers as in Opacus (Yousefpour et al.,
@@ -68,33 +71,46 @@ class PerSampleGradients:
         check_layer_spec(layers)
         self._module = module
         self._spec = layers
-        self._calls: dict[str, list[_Call]] = {}
-        self._without_grad: set[str] = set()
-        self._order: list[str] = []
-        self._handles: list[RemovableHandle] = []
-        self._rules: dict[str, Rule] = {}
+        self._recorder = Recorder()
         self._layers: dict[str, nn.Module] = {}
+        self._rules: dict[str, Rule] = {}
+        self._whole: WholeModule | None = None
         self._unused: dict[str, Factors] = {}
         self._is_settled = False
-        self._is_recording = False
         self._rows_are_checked = False
-        self.names: tuple[str, ...] = ()
+        self.selection: Selection = {}
+        self.reasons: dict[str, GradSimError] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the chosen layers; empty before the first batch for ``layers="last"``."""
+        return tuple(self.selection)
+
+    @property
+    def steps(self) -> dict[str, Step]:
+        """The step of the ladder that serves each layer, by name; settled by the first batch."""
+        whole: Step = "vmap" if self._whole is None else self._whole.step
+        return {
+            name: whole if name in self.reasons else "opacus" if find_sampler(self._layers[name]) else "rule"
+            for name in self.selection
+        }
+
+    def chosen_names(self) -> list[str]:
+        """Names of the chosen layers, or of single parameters where only some of a layer's are chosen."""
+        return parameter_names(self.selection, trainable_layers(self._module))
 
     def __enter__(self) -> PerSampleGradients:
         """Check the choice of layers as far as it can be known, and start to watch."""
-        self.names = select_layers(self._module, self._spec)
-        for name, layer in trainable_layers(self._module).items():
-            if name in self.names:
-                self._rules[name] = find_rule(name or type(layer).__name__, layer)
-        self._watch(trainable_layers(self._module))
+        self.selection = select_layers(self._module, self._spec)
+        self._recorder.watch(trainable_layers(self._module), whole_graph=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Remove every hook and every reference to activations."""
-        self._unwatch()
-        self._calls.clear()
+        self._recorder.unwatch()
+        self._recorder.calls.clear()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -106,29 +122,63 @@ class PerSampleGradients:
         Yields:
             Nothing.
         """
-        self._calls.clear()
-        self._without_grad.clear()
-        self._order.clear()
-        with torch.inference_mode(False), torch.set_grad_enabled(not self._is_settled):
-            self._is_recording = True
-            try:
-                yield
-            finally:
-                self._is_recording = False
+        with self._recorder.recording():
+            yield
 
-    def factors(self, losses: Tensor, *, retain: bool = False) -> dict[str, Factors]:
+    def compute(self, losses: Callable[[Any], Tensor], batch: Any) -> dict[str, Factors]:
+        """Factors of the per-sample gradients of a batch, whatever its layers are.
+
+        Args:
+            losses: From a batch to one loss a sample, ``[B]``, through the module.
+            batch: The batch: tensors, numbers and strings in mappings, lists and tuples, samples along the first
+                dimension.
+
+        Returns:
+            Factors by layer name, as ``factors`` returns them.
+
+        Raises:
+            GradSimError: If a gradient cannot be exact.
+        """
+        with self.recording():
+            values = losses(batch)
+        return self.factors(values, recompute=Recompute(losses, batch))
+
+    def materialise(self, losses: Callable[[Any], Tensor], batch: Any) -> dict[str, Tensor]:
+        """Per-sample gradients of a batch by parameter: ``B`` times the memory of the parameters.
+
+        Args:
+            losses: As for ``compute``.
+            batch: As for ``compute``.
+
+        Returns:
+            Gradients ``[B, *shape]`` by the parameter's full name in the module; tied parameters once.
+
+        Raises:
+            GradSimError: If a gradient cannot be exact.
+        """
+        return {
+            f"{name}.{own}" if name else own: gradients
+            for name, factors in self.compute(losses, batch).items()
+            for own, gradients in split_gradients(self._layers[name], factors, self.selection[name]).items()
+        }
+
+    def factors(
+        self, losses: Tensor, *, retain: bool = False, recompute: Recompute | None = None
+    ) -> dict[str, Factors]:
         """Factors of the per-sample gradients, for the forward recorded last.
 
         Args:
             losses: One loss a sample, ``[B]``, computed while recording.
             retain: Whether the recorded forward is kept for another call with other losses.
+            recompute: How the batch's samples run again, for layers that hooks cannot serve.
 
         Returns:
             Factors by layer name, ``B`` samples each; half-precision layers give float32. A layer that this forward
             did not use has zero gradients; one that no forward has used yet is absent.
 
         Raises:
-            LayerSelectionError: If a chosen layer was not called or ran without gradients on the first batch.
+            LayerSelectionError: If a chosen layer ran without gradients on the first batch.
+            UnsupportedLayerError: If hooks cannot serve a layer, and ``recompute`` is ``None``.
             SampleMixingError: If rows of samples cannot be told apart, or a loss depends on other samples.
             GradSimError: If the factors do not sum to autograd's gradient, or an activation was changed in place.
             LossError: If the losses have no graph.
@@ -141,165 +191,212 @@ class PerSampleGradients:
         first = not self._is_settled
         if first:
             self._settle(losses)
-        calls = [(name, call) for name in self.names for call in self._calls.get(name, [])]
-        for name, call in calls:
-            _check_call(name, call, len(losses))
-        if not self._rows_are_checked and len(losses) > 1:
-            self._check_rows(losses, calls)
-        parts: dict[str, list[Factors]] = {}
-        weights = torch.ones_like(losses)
-        for (name, call), grads in zip(calls, _output_grads(losses, weights, calls, retain or first), strict=True):
-            parts.setdefault(name, []).append(self._one_call(name, call, grads))
-        result = {name: concatenate_positions(parts[name]) for name in self.names if name in parts}
+        for name, problem in self._find_problems(losses).items():
+            self._move_to_whole(name, problem, may_move=first)
+        result = self._from_hooks(losses, retain=retain or first)
         if first:
-            self._check_sum(losses, result, retain)
+            for name, problem in self._find_wrong_sums(losses, result, retain=retain).items():
+                self._move_to_whole(name, problem, may_move=True)
+            self._finish_settling(recompute)
+        result = {name: factors for name, factors in result.items() if name not in self.reasons}
         self._unused.update({name: factors.unused(0) for name, factors in result.items() if name not in self._unused})
         unused = {name: template.unused(len(losses)) for name, template in self._unused.items() if name not in result}
         if not retain:
-            self._calls.clear()
-        return {**result, **unused}
-
-    def _watch(self, layers: Mapping[str, nn.Module]) -> None:
-        for name, layer in layers.items():
-            if isinstance(layer, torch.jit.ScriptModule):
-                continue  # takes no hooks: counts as a layer that is not called
-
-            def before(_: nn.Module, __: Any, name: str = name) -> None:
-                self._before(name)
-
-            def after(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> Any:
-                return self._after(name, args, kwargs, output)
-
-            self._handles.append(layer.register_forward_pre_hook(before))
-            # First in line: a user's own forward hook may replace the output.
-            self._handles.append(layer.register_forward_hook(after, with_kwargs=True, prepend=True))
-
-    def _unwatch(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _before(self, name: str) -> None:
-        if not self._is_recording:
-            return
-        if self._is_settled:
-            # The trunk below runs without a graph; from the first chosen layer on there must be one.
-            torch.set_grad_enabled(True)
-        elif not torch.is_grad_enabled():
-            self._without_grad.add(name)
-        else:
-            self._order.append(name)
-
-    def _after(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Any:
-        if not self._is_recording or name in self._without_grad:
-            return None
-        activations = next((value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)), None)
-        if activations is None or not isinstance(output, Tensor) or not output.requires_grad:
-            return None
-        if output._is_view():
-            # Linear returns a view for inputs of rank 3 and more; an in-place activation on a view takes the view's own
-            # node out of the graph, and the edge with it.
-            output = output.clone()
-        self._calls.setdefault(name, []).append(_Call(activations, output))
-        return output
+            self._recorder.calls.clear()
+        return self._in_order({**result, **unused, **self._from_whole(recompute, len(losses))})
 
     def _settle(self, losses: Tensor) -> None:
-        """Choose the layers after the first forward, and refuse what cannot be exact."""
+        """Choose the layers after the first forward, and find those that hooks cannot serve."""
         layers = trainable_layers(self._module)
-        self.names = select_layers(self._module, self._spec, list(dict.fromkeys(reversed(self._order)))[::-1])
-        for name in self.names:
-            self._rules[name] = find_rule(name or type(layers[name]).__name__, layers[name])
-            if name in self._without_grad:
+        called = list(dict.fromkeys(reversed(self._recorder.order)))[::-1]
+        self.selection = select_layers(self._module, self._spec, called)
+        self._layers = {name: layers[name] for name in self.selection}
+        for name, layer in self._layers.items():
+            if name in self._recorder.without_grad:
                 raise LayerSelectionError(
                     f'Layer `{name}` runs under "no_grad" in the forward pass, so it has no gradient. Leave it out of '
                     "`layers`."
                 )
-            self._check_sharing(name, layers)
+            problem = _find_sharing(name, layer, layers)
+            try:
+                self._rules[name] = find_sampler(layer) or find_rule(name or type(layer).__name__, layer)
+            except UnsupportedLayerError as error:
+                problem = problem or error
+            if problem is not None:
+                self._move_to_whole(name, problem, may_move=True)
         if not losses.requires_grad:
             raise LossError(
                 "`losses` has no graph, so there is no gradient. 1. The outputs were detached. 2. The layers above run "
                 'under "no_grad" in the forward pass. Compute the losses from the outputs as they are.'
             )
         _check_mixing(self._module)
-        self._check_uncalled(losses, layers)
-        self._unwatch()
-        self._layers = {name: layers[name] for name in self.names}
-        self._watch(self._layers)
+        for name, problem in self._find_uncalled(losses).items():
+            self._move_to_whole(name, problem, may_move=True)
+
+    def _finish_settling(self, recompute: Recompute | None) -> None:
+        if self.reasons and recompute is None:
+            raise next(iter(self.reasons.values()))
+        seen: set[int] = set()
+        for name in self.reasons:  # a tied parameter counts once, for the first of its layers
+            parameters = own_parameters(self._layers[name])
+            self.selection[name] = tuple(own for own in self.selection[name] if id(parameters[own]) not in seen)
+            seen |= {id(parameters[own]) for own in self.selection[name]}
+        self.selection = {name: chosen for name, chosen in self.selection.items() if chosen}
+        self.reasons = {name: problem for name, problem in self.reasons.items() if name in self.selection}
+        if self.reasons:
+            chosen = {
+                f"{name}.{own}" if name else own: own_parameters(self._layers[name])[own]
+                for name in self.reasons
+                for own in self.selection[name]
+            }
+            self._whole = WholeModule(self._module, chosen)
+        watched = {name: self._layers[name] for name in self.selection if name not in self.reasons}
+        self._recorder.watch(watched, whole_graph=False)
         self._is_settled = True
 
-    def _check_sharing(self, name: str, layers: Mapping[str, nn.Module]) -> None:
-        own = {id(parameter) for parameter in layers[name].parameters(recurse=False)}
-        for other, layer in layers.items():
-            if other != name and own & {id(parameter) for parameter in layer.parameters(recurse=False)}:
-                raise LayerSelectionError(
-                    f"Layers `{name}` and `{other}` share a parameter (tied weights), so neither alone has its "
-                    "gradient. Tied weights are not supported yet. Leave both out of `layers`."
-                )
+    def _move_to_whole(self, name: str, problem: GradSimError, *, may_move: bool) -> None:
+        # Once factors of a layer were handed out, others of another form cannot be compared with them.
+        if not may_move:
+            raise problem
+        self.reasons.setdefault(name, problem)
+        self._rules.pop(name, None)
 
-    def _check_uncalled(self, losses: Tensor, layers: Mapping[str, nn.Module]) -> None:
-        uncalled = [name for name in self.names if name not in self._calls]
-        parameters = [(name, parameter) for name in uncalled for parameter in _trainable(layers[name])]
+    def _find_uncalled(self, losses: Tensor) -> dict[str, GradSimError]:
+        uncalled = [name for name in self._rules if name not in self._recorder.calls]
+        parameters = [(name, p) for name in uncalled for p in own_parameters(self._layers[name]).values()]
         if not uncalled:
-            return
+            return {}
         # The stubs of autograd know nothing of `allow_unused`.
         grads: Sequence[Tensor | None] = torch.autograd.grad(
             losses, [p for _, p in parameters], torch.ones_like(losses), retain_graph=True, allow_unused=True
         )
-        used = sorted({name for (name, _), grad in zip(parameters, grads, strict=True) if grad is not None})
-        if used or self._spec != "all":
+        used = {name for (name, _), grad in zip(parameters, grads, strict=True) if grad is not None}
+        if not used and self._spec != "all":
             raise LayerSelectionError(
-                f"Layer `{(used or uncalled)[0]}` was not called in the forward pass, so it has no activations. "
-                "1. It is unused for this batch. 2. Its parent uses the weight directly (as `nn.MultiheadAttention` "
-                "does). Choose another layer."
+                f"Layer `{uncalled[0]}` was not called in the forward pass, and the losses do not depend on it. It is "
+                "unused for this batch. Choose another layer."
             )
+        return {
+            name: UnsupportedLayerError(
+                f"Layer `{name}` was not called in the forward pass, so it has no activations. Its parent uses the "
+                "weight directly (as `nn.MultiheadAttention` does). Choose another layer."
+            )
+            for name in uncalled
+            if name in used
+        }
 
-    def _check_rows(self, losses: Tensor, calls: Sequence[tuple[str, _Call]]) -> None:
+    def _find_problems(self, losses: Tensor) -> dict[str, GradSimError]:
+        """Calls of this forward that cannot be told apart by sample, by name of the layer."""
+        problems: dict[str, GradSimError] = {}
+        for name, call in self._hooked_calls():
+            problem = _find_call_problem(name, call, len(losses))
+            if problem is not None:
+                problems.setdefault(name, problem)
+        if not self._rows_are_checked and len(losses) > 1:
+            problems |= self._find_mixed_rows(losses, [(n, c) for n, c in self._hooked_calls() if n not in problems])
+        return problems
+
+    def _find_mixed_rows(self, losses: Tensor, calls: Sequence[tuple[str, Call]]) -> dict[str, GradSimError]:
         # The sample of highest loss: an ignored one has no gradient, by which mixing would show.
         row = int(losses.detach().nan_to_num(0.0, 0.0, 0.0).argmax())
         others = torch.arange(len(losses), device=losses.device) != row
         only_one = (~others).to(losses.dtype)
-        for (name, _), grads in zip(calls, _output_grads(losses, only_one, calls, retain=True), strict=True):
+        problems: dict[str, GradSimError] = {}
+        all_grads = self._recorder.output_grads([call for _, call in calls], losses, only_one, retain=True)
+        for (name, _), grads in zip(calls, all_grads, strict=True):
             if grads is None:
                 continue
             self._rows_are_checked = self._rows_are_checked or bool(grads[row].any())
             # Not-a-number passes: the engine names the samples that caused it.
             if bool((grads[others].abs() > 0).any()):
-                raise SampleMixingError(
+                problems[name] = SampleMixingError(
                     f"The loss of one sample depends on other rows of the output of layer `{name}`. 1. The batch is "
                     "not the first dimension there. 2. A layer above mixes samples (BatchNorm without running "
                     "statistics, a contrastive loss). Such a sample has no gradient of its own. Choose a layer above "
                     "it."
                 )
+        return problems
 
-    def _one_call(self, name: str, call: _Call, grads: Tensor | None) -> Factors:
-        if grads is None:  # the losses do not depend on this output
-            grads = torch.zeros(call.output_shape, dtype=call.output_dtype, device=call.activations.device)
-        try:
-            factors = self._rules[name](self._layers[name], call.activations, grads)
-        except GradSimError as error:
-            raise type(error)(f"Layer `{name}`: {error}") from error
-        dtype = torch.promote_types(torch.promote_types(call.activations.dtype, grads.dtype), torch.float32)
-        return factors.to(dtype=dtype)
-
-    def _check_sum(self, losses: Tensor, result: Mapping[str, Factors], retain: bool) -> None:
-        ours = {name: split_gradients(self._layers[name], factors.summed()) for name, factors in result.items()}
+    def _find_wrong_sums(
+        self, losses: Tensor, result: Mapping[str, Factors], *, retain: bool
+    ) -> dict[str, GradSimError]:
+        ours = {
+            name: split_gradients(self._layers[name], factors.summed(), self.selection[name])
+            for name, factors in result.items()
+        }
         parameters = [self._layers[name].get_parameter(own) for name, grads in ours.items() for own in grads]
         if not parameters:
-            return
+            return {}
         expected = iter(
             torch.autograd.grad(losses, parameters, torch.ones_like(losses), retain_graph=retain, allow_unused=True)
         )
+        problems: dict[str, GradSimError] = {}
         for name, grads in ours.items():
             differences = [_dense(next(expected), grad[0]) - grad[0] for grad in grads.values()]
             difference = torch.stack([part.norm() for part in differences]).norm()
-            tolerance = max(SUM_TOLERANCE[call.output_dtype] for call in self._calls[name])
-            scale = squared_norms(result[name]).sqrt().sum()
+            tolerance = max(SUM_TOLERANCE[call.output_dtype] for call in self._recorder.calls[name])
             # Not-a-number passes: the engine names the samples that caused it.
-            if bool(difference > tolerance * scale):
-                raise GradSimError(
+            if bool(difference > tolerance * squared_norms(result[name]).sqrt().sum()):
+                problems[name] = GradSimError(
                     f"The per-sample gradients of layer `{name}` do not sum to autograd's gradient. 1. Its weight is "
                     "also used outside the layer. 2. Its gradient rule is wrong. Leave the layer out of `layers`."
                 )
+        return problems
+
+    def _hooked_calls(self) -> list[tuple[str, Call]]:
+        return [(name, call) for name in self._rules for call in self._recorder.calls.get(name, [])]
+
+    def _from_hooks(self, losses: Tensor, *, retain: bool) -> dict[str, Factors]:
+        calls, parts = self._hooked_calls(), dict[str, list[Factors]]()
+        all_grads = self._recorder.output_grads([c for _, c in calls], losses, torch.ones_like(losses), retain=retain)
+        for (name, call), grads in zip(calls, all_grads, strict=True):
+            parts.setdefault(name, []).append(self._one_call(name, call, grads))
+        return {name: concatenate_positions(calls_of_layer) for name, calls_of_layer in parts.items()}
+
+    def _from_whole(self, recompute: Recompute | None, num_samples: int) -> dict[str, Factors]:
+        if self._whole is None:
+            return {}
+        if recompute is None:
+            raise next(iter(self.reasons.values()))
+        try:
+            gradients = self._whole.gradients(recompute, num_samples)
+        except SampleMixingError as error:
+            # What was found on the way here names the layer.
+            raise next((e for e in self.reasons.values() if isinstance(e, SampleMixingError)), error) from error
+        return {
+            name: OuterFactors.from_gradients(
+                [gradients[f"{name}.{own}" if name else own] for own in self.selection[name]]
+            )
+            for name in self.reasons
+        }
+
+    def _one_call(self, name: str, call: Call, grads: Tensor | None) -> Factors:
+        if grads is None:  # the losses do not depend on this output
+            grads = torch.zeros(call.output_shape, dtype=call.output_dtype, device=call.activations.device)
+        layer = self._layers[name]
+        try:
+            # Raised before the rule: a sum over positions in half precision would be off by per cents.
+            factors = self._rules[name](layer, raise_half(call.activations), raise_half(grads))
+        except GradSimError as error:
+            raise type(error)(f"Layer `{name}`: {error}") from error
+        dtype = torch.promote_types(grads.dtype, torch.float32)
+        if call.activations.is_floating_point():
+            dtype = torch.promote_types(dtype, call.activations.dtype)
+        return keep_parameters(layer, factors.to(dtype=dtype), tuple(own_parameters(layer)), self.selection[name])
+
+    def _in_order(self, result: Mapping[str, Factors]) -> dict[str, Factors]:
+        return {name: result[name] for name in self.selection if name in result}
+
+
+def _find_sharing(name: str, layer: nn.Module, layers: Mapping[str, nn.Module]) -> GradSimError | None:
+    own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+    for other, its_layer in layers.items():
+        if other != name and own & {id(parameter) for parameter in its_layer.parameters(recurse=False)}:
+            return UnsupportedLayerError(
+                f"Layers `{name}` and `{other}` share a parameter (tied weights), so neither alone has its gradient. "
+                "Leave both out of `layers`."
+            )
+    return None
 
 
 def _check_mixing(module: nn.Module) -> None:
@@ -311,32 +408,20 @@ def _check_mixing(module: nn.Module) -> None:
             )
 
 
-def _check_call(name: str, call: _Call, num_samples: int) -> None:
+def _find_call_problem(name: str, call: Call, num_samples: int) -> GradSimError | None:
     rows = call.output_shape[0] if call.output_shape else 0
     if rows != num_samples or call.activations.shape[:1] != (num_samples,):
-        raise SampleMixingError(
+        return SampleMixingError(
             f"Layer `{name}` ran on {rows} rows for {num_samples} samples, so its rows cannot be told apart by sample. "
             "Expected the batch as the first dimension. Leave the layer out of `layers`, or keep samples and positions "
             "in separate dimensions."
         )
     if call.activations._version != call.version:
-        raise GradSimError(
+        return GradSimError(
             f"The input of layer `{name}` was changed in place after the layer ran, so its gradient cannot be "
             "computed. Make the operation that follows out of place, or leave the layer out of `layers`."
         )
-
-
-def _output_grads(
-    losses: Tensor, weights: Tensor, calls: Sequence[tuple[str, _Call]], retain: bool
-) -> Sequence[Tensor | None]:
-    edges = [call.edge for _, call in calls]
-    if not edges:
-        return ()
-    return torch.autograd.grad(losses, edges, weights, retain_graph=retain, allow_unused=True)
-
-
-def _trainable(layer: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in layer.parameters(recurse=False) if parameter.requires_grad]
+    return None
 
 
 def _dense(grad: Tensor | None, like: Tensor) -> Tensor:

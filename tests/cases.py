@@ -42,6 +42,13 @@ class Case:
     loss: Loss = None  # cross-entropy
     num_train: int = 20
     num_queries: int = 6
+    chosen: Any = None  # parameters by layer, where they are not all of the layers' own
+    steps: Any = None  # step of the ladder by layer, or several that will do, where it is not a rule
+
+    @property
+    def parameters(self):
+        """What the choice must come to, as the reference takes it."""
+        return self.names if self.chosen is None else self.chosen
 
     def build(self, dtype=torch.float64):
         """The case in one dtype; the numbers are the same in each."""
@@ -142,6 +149,121 @@ class Residual(Net):
         hidden = self.body(x)
         hidden += x  # in place, on the output of a chosen layer
         return self.head(hidden + hidden.sigmoid())
+
+
+class FirstOf(nn.Module):
+    """A layer that returns several things, of which the first goes on."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.mix = nn.MultiheadAttention(4, 2, **options)
+
+    def forward(self, x):
+        return self.mix(x, x, x, need_weights=False)[0]
+
+
+class TimeFirst(nn.Module):
+    """Runs a layer on ``[t, n, ...]``."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Flattened(nn.Module):
+    """Runs a layer on ``[n t, ...]``."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+class Lora(nn.Linear):
+    """A Linear with a low-rank addition to its weight."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.down = nn.Parameter(torch.randn(2, inputs))
+        self.up = nn.Parameter(torch.randn(outputs, 2))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+class Squared(nn.Module):
+    """A layer of the user's own."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(features))
+
+    def forward(self, x):
+        return (x * self.scale).square() + x
+
+
+class ClassToken(Net):
+    """A bare parameter of the module itself."""
+
+    def __init__(self, head, body):
+        super().__init__(head, body)
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+
+    def forward(self, x):
+        return self.head(self.body(torch.cat([self.token.expand(len(x), -1, -1), x], dim=1))[:, 0])
+
+
+class Tied(nn.Module):
+    """The head's weight is the embedding's."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.table.weight
+        self.last = nn.Linear(7, outputs)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.head(torch.tanh(self.table(x)).mean(1))))
+
+
+class UsedOutside(Net):
+    """The weight of ``body`` is used once more, without its layer."""
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)) + F.linear(x.sin(), self.body.weight))
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(7, 4)
+
+    def forward(self, x):
+        return self.bag(x)
+
+
+class Bilinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair = nn.Bilinear(3, 3, 4)
+
+    def forward(self, x):
+        return self.pair(x, x.sin())
 
 
 class NoGradTrunk(Net):
@@ -307,6 +429,176 @@ EMBEDDINGS = (
     layer_case("embedding-sparse", lambda: nn.Embedding(7, 4, sparse=True), 5, inputs=indices(5)),
 )
 
+
+def ladder_case(name, make_body, inputs, steps, features, chosen=None, layers="all", **options):
+    """A body without a rule below a Linear head: the head goes by its rule, the body by the step named."""
+
+    def make_module(outputs):
+        return Net(nn.Linear(features, outputs), nn.Sequential(make_body(), nn.Tanh(), nn.Flatten()))
+
+    steps = {f"body.0.{layer}" if layer else "body.0": step for layer, step in steps.items()}
+    if chosen is not None:
+        chosen = {"head": ("weight", "bias"), **{f"body.0.{k}" if k else "body.0": v for k, v in chosen.items()}}
+    names = ("head", *steps)
+    return Case(name, make_module, inputs, layers, names, chosen=chosen, steps=steps, **options)
+
+
+# Some builds of PyTorch let vmap follow an LSTM in float32.
+LSTM = {"layer": ("one at a time", "vmap")}
+ATTENTION = {"mix": "vmap", "mix.out_proj": "vmap"}
+WEIGHT_NORM = ("bias", "parametrizations.weight.original0", "parametrizations.weight.original1")
+SPECTRAL_NORM = ("bias", "parametrizations.weight.original")
+ENCODER_LAYER = {"self_attn": "vmap", "self_attn.out_proj": "vmap"}
+ENCODER_RULES = dict.fromkeys(("linear1", "linear2", "norm1", "norm2"), "rule")
+
+
+def encoder_layer(**options):
+    return trained(nn.TransformerEncoderLayer(4, 2, 6, **options))
+
+
+LADDER = (
+    ladder_case("lstm", lambda: FirstOf(nn.LSTM(3, 4, batch_first=True)), normal(5, 3), LSTM, 20),
+    ladder_case(
+        "gru", lambda: FirstOf(nn.GRU(3, 4, 2, batch_first=True)), normal(5, 3), {"layer": "one at a time"}, 20
+    ),
+    ladder_case(
+        "rnn-time-first", lambda: TimeFirst(FirstOf(nn.RNN(3, 4))), normal(5, 3), {"layer.layer": "one at a time"}, 20
+    ),
+    ladder_case("attention", lambda: trained(Attention(batch_first=True)), normal(3, 4), ATTENTION, 12),
+    ladder_case(
+        "attention-time-first",
+        lambda: TimeFirst(trained(Attention())),
+        normal(3, 4),
+        {f"layer.{name}": step for name, step in ATTENTION.items()},
+        12,
+    ),
+    ladder_case(
+        "encoder-layer", lambda: encoder_layer(batch_first=True), normal(3, 4), ENCODER_LAYER | ENCODER_RULES, 12
+    ),
+    ladder_case(
+        "encoder-time-first",
+        lambda: TimeFirst(encoder_layer()),
+        normal(3, 4),
+        {f"layer.{name}": "vmap" for name in ENCODER_LAYER | ENCODER_RULES},
+        12,
+    ),
+    ladder_case(
+        "encoder-above-a-fast-one",
+        lambda: nn.TransformerEncoder(encoder_layer(batch_first=True), 2, enable_nested_tensor=False),
+        normal(3, 4),
+        {"layers.1.linear2": "rule"},
+        12,
+        layers=["head", "body.0.layers.1.linear2"],
+    ),
+    ladder_case(
+        "weight-norm",
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)),
+        normal(6),
+        {"": "vmap"},
+        4,
+        {"": WEIGHT_NORM},
+    ),
+    ladder_case(
+        "spectral-norm",
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Conv1d(2, 3, 3)),
+        normal(2, 6),
+        {"": "vmap"},
+        12,
+        {"": SPECTRAL_NORM},
+    ),
+    ladder_case("lora", lambda: Lora(6, 4), normal(6), {"": "vmap"}, 4),
+    ladder_case("own-layer", lambda: Squared(6), normal(6), {"": "vmap"}, 6),
+    ladder_case("bilinear", Bilinear, normal(3), {"pair": "vmap"}, 4),
+    ladder_case("conv-transpose", lambda: nn.ConvTranspose2d(2, 3, 2), normal(2, 2, 2), {"": "vmap"}, 27),
+    ladder_case("embedding-bag", Bags, indices(5), {"bag": "vmap"}, 4),
+    ladder_case("time-first", lambda: TimeFirst(nn.Linear(3, 4)), normal(5, 3), {"layer": "vmap"}, 20),
+    ladder_case("flattened", lambda: Flattened(nn.Linear(3, 4)), normal(5, 3), {"layer": "vmap"}, 20),
+    *(
+        ladder_case(
+            f"instance-norm-{len(shape)}d",
+            lambda kind=kind: trained(kind(3, affine=True)),
+            normal(3, *shape),
+            {"": "opacus"},
+            3 * torch.Size(shape).numel(),
+        )
+        for kind, shape in ((nn.InstanceNorm1d, (4,)), (nn.InstanceNorm2d, (2, 3)), (nn.InstanceNorm3d, (2, 1, 2)))
+    ),
+    ladder_case(
+        "instance-norm-running",
+        lambda: trained(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
+        normal(3, 4),
+        {"": "vmap"},
+        12,
+    ),
+    Case(
+        "class-token",
+        lambda outputs: ClassToken(
+            nn.Linear(4, outputs), nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Unflatten(1, (1, 4)))
+        ),
+        normal(3, 4),
+        layers="all",
+        names=("", "head", "body.1"),
+        steps={"": "vmap"},
+    ),
+    Case(
+        "tied",
+        Tied,
+        indices(3),
+        layers="all",
+        names=("table", "head", "last"),
+        chosen={"table": ("weight",), "head": ("bias",), "last": ("weight", "bias")},
+        steps={"table": "vmap", "head": "vmap"},
+    ),
+    Case("tied-head", Tied, indices(3), layers="head", names=("head",), steps={"head": "vmap"}),
+    Case(
+        "used-outside",
+        lambda outputs: UsedOutside(nn.Linear(6, outputs), nn.Linear(6, 6)),
+        normal(6),
+        layers="all",
+        names=("head", "body"),
+        steps={"body": "vmap"},
+    ),
+    Case(
+        "own-layer-sometimes-used",
+        lambda outputs: SometimesUsed(nn.Linear(6, outputs), Squared(6)),
+        flagged_normal(6),
+        layers="all",
+        names=("head", "body"),
+        steps={"body": "one at a time"},
+    ),
+)
+
+PARTIAL = (
+    Case("weight-alone", mlp, normal(6), "head.weight", ("head",), chosen={"head": ("weight",)}),
+    Case(
+        "bias-alone",
+        mlp,
+        normal(6),
+        ["body.0.bias", "head"],
+        ("body.0", "head"),
+        chosen={"body.0": ("bias",), "head": ("weight", "bias")},
+    ),
+    Case("all-biases", mlp, normal(6), "*.bias", ("head", "body.0"), chosen={"head": ("bias",), "body.0": ("bias",)}),
+    Case(
+        "norm-scale-alone",
+        lambda outputs: Net(nn.Linear(5, outputs), trained(nn.LayerNorm(5))),
+        normal(5),
+        "body.weight",
+        ("body",),
+        chosen={"body": ("weight",)},
+    ),
+    Case(
+        "attention-projection-alone",
+        lambda outputs: Net(nn.Linear(12, outputs), nn.Sequential(Attention(batch_first=True), nn.Flatten())),
+        normal(3, 4),
+        "body.0.mix.in_proj_weight",
+        ("body.0.mix",),
+        chosen={"body.0.mix": ("in_proj_weight",)},
+        steps={"body.0.mix": "vmap"},
+    ),
+    Case("last-two", conv_net, normal(2, 4, 4), "last:2", ("body.0", "head")),
+)
+
 CROSS_ENTROPY = Loss(
     "cross-entropy", lambda reduction: nn.CrossEntropyLoss(reduction=reduction), class_indices, most_probable
 )
@@ -453,5 +745,7 @@ CASES = (
     *CONVOLUTIONS,
     *NORMS,
     *EMBEDDINGS,
+    *LADDER,
+    *PARTIAL,
     *(Case(f"loss-{loss.name}", mlp, normal(6), layers="all", names=("head", "body.0"), loss=loss) for loss in LOSSES),
 )

@@ -18,18 +18,20 @@ class Reference:
         return self.joined.norm(dim=1)
 
 
-def one_sample_gradients(module, layer_names, inputs, targets, criterion, dtype=torch.float64):
+def one_sample_gradients(module, chosen, inputs, targets, criterion, dtype=torch.float64):
     """Gradients of every sample's own loss, in eval mode, each from a batch of one.
 
-    ``criterion`` must not reduce; what is left of a sample's loss beyond its first dimension is averaged.
+    ``chosen`` names layers, or maps them to the names of parameters in them. ``criterion`` must not reduce; what is
+    left of a sample's loss beyond its first dimension is averaged.
     """
+    if not isinstance(chosen, dict):
+        chosen = {layer: own_names(module.get_submodule(layer)) for layer in chosen}
     module = _converted(module, dtype).eval()
     criterion, inputs, targets = copy.deepcopy(criterion).to(dtype), to_dtype(inputs, dtype), to_dtype(targets, dtype)
     parameters = {
-        (layer, name): parameter
-        for layer in layer_names
-        for name, parameter in module.get_submodule(layer).named_parameters(recurse=False)
-        if parameter.requires_grad
+        (layer, name): dict(module.get_submodule(layer).named_parameters())[name]
+        for layer, names in chosen.items()
+        for name in names
     }
     rows = []
     for i in range(len(inputs)):
@@ -38,10 +40,14 @@ def one_sample_gradients(module, layer_names, inputs, targets, criterion, dtype=
         grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         rows.append([_dense(grad, parameter) for grad, parameter in zip(grads, parameters.values(), strict=True)])
     columns = [torch.stack(column) for column in zip(*rows, strict=True)]
-    by_layer = {layer: {} for layer in layer_names}
+    by_layer = {layer: {} for layer in chosen}
     for (layer, name), column in zip(parameters, columns, strict=True):
         by_layer[layer][name] = column
     return Reference(torch.cat([column.flatten(1) for column in columns], dim=1), by_layer)
+
+
+def own_names(layer):
+    return [name for name, parameter in layer.named_parameters(recurse=False) if parameter.requires_grad]
 
 
 def _dense(grad, parameter):

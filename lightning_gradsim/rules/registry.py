@@ -111,8 +111,8 @@ def _refusal(name: str, layer: nn.Module, reason: str) -> str:
     kind = type(layer).__name__
     return (
         f"No gradient rule for layer `{name}` (`{kind}`): {reason}. Types with a rule: "
-        f"{', '.join(sorted(known.__name__ for known in _RULES))}. Leave the layer out of `layers`, or register a rule "
-        f"with `register_rule({kind})`."
+        f"{', '.join(sorted(known.__name__ for known in _RULES))}. Use `PerSampleGradients.compute`, which needs none, "
+        f"register a rule with `register_rule({kind})`, or leave the layer out of `layers`."
     )
 
 

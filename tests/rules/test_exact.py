@@ -11,6 +11,7 @@ from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.engine import EngineSettings, QueryBatch, run_pass
 from lightning_gradsim.factors import concatenate_samples, dot, squared_norms
 from lightning_gradsim.guard import evaluating
+from lightning_gradsim.layer_selection import own_parameters
 from lightning_gradsim.scores import SIMILARITIES, compute_similarity
 from lightning_gradsim.wrapper import PerSampleGradients
 from tests.cases import CASES
@@ -30,12 +31,12 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], i
 def reference_of(case):
     """Gradients of the queries, of the queries as predicted, and of the training samples."""
     built = case.build()
-    given = one_sample_gradients(built.module, case.names, *built.queries, built.criterion())
-    train = one_sample_gradients(built.module, case.names, *built.train, built.criterion())
+    given = one_sample_gradients(built.module, case.parameters, *built.queries, built.criterion())
+    train = one_sample_gradients(built.module, case.parameters, *built.train, built.criterion())
     predicted = None
     if built.loss.predict is not None:
         targets = built.loss.predict(outputs_of(built.module, built.queries[0]))
-        predicted = one_sample_gradients(built.module, case.names, built.queries[0], targets, built.criterion())
+        predicted = one_sample_gradients(built.module, case.parameters, built.queries[0], targets, built.criterion())
     return given, predicted, train
 
 
@@ -48,6 +49,16 @@ def similarities(similarity, queries, train):
     return products / safe, scale / safe
 
 
+def expected_names(case):
+    """Names of layers, or of parameters where only some of a layer's are chosen."""
+    names, module = [], case.build().module
+    for layer in case.names:
+        own = own_parameters(module.get_submodule(layer))
+        chosen = case.parameters[layer] if isinstance(case.parameters, dict) else own
+        names += [layer] if len(chosen) == len(own) else [f"{layer}.{name}" for name in chosen]
+    return names
+
+
 def assert_close(values, expected, scale, tolerance):
     excess = (values.double() - expected).abs() - tolerance * scale
     assert values.shape == expected.shape
@@ -58,11 +69,10 @@ def assert_close(values, expected, scale, tolerance):
 def factors_of(built, layers):
     """Factors of the queries and of the training samples."""
     with evaluating(built.module), PerSampleGradients(built.module, layers) as gradients:
-        parts = []
-        for samples in (built.queries, built.train):
-            with gradients.recording():
-                losses = built.losses(*samples)
-            parts.append(gradients.factors(losses))
+        parts = [gradients.compute(lambda batch: built.losses(*batch), each) for each in (built.queries, built.train)]
+        expected = dict.fromkeys(built.case.names, "rule") | (built.case.steps or {})
+        assert list(gradients.steps) == list(built.case.names)
+        assert all(step in expected[name] for name, step in gradients.steps.items())
     return parts
 
 
@@ -100,7 +110,7 @@ def assert_is_exact(result, case, tolerance, similarity="dot", stored=STORED):
     given, predicted, train = reference_of(case)
     opponents, scale = similarities(similarity, given, train)
     cosines, cosine_scale = similarities("cosine", given, train)
-    assert result.layers == case.names
+    assert list(result.layers) == expected_names(case)
     assert result.queries
     assert result.has_teachers == (predicted is not None)
     for position, query in result.queries.items():
@@ -143,7 +153,7 @@ def test_materialised_gradients(case, dtype):
     built = case.build(dtype)
     _, train = factors_of(built, case.layers)
     for name, expected in reference_of(case)[2].by_layer.items():
-        gradients = rules.split_gradients(built.module.get_submodule(name), train[name])
+        gradients = rules.split_gradients(built.module.get_submodule(name), train[name], list(expected))
         assert list(gradients) == list(expected)
         assert train[name].num_parameters == sum(column[0].numel() for column in expected.values())
         norms = torch.cat([column.flatten(1) for column in expected.values()], dim=1).norm(dim=1)

@@ -98,7 +98,7 @@ def test_parameters_that_a_rule_covers():
 def test_types_that_have_a_rule_are_named():
     register_rule(Scale)(scale_factors)
     with pytest.raises(
-        UnsupportedLayerError, match=r"Types with a rule: .*Linear, .*Scale\. Leave the layer out"
+        UnsupportedLayerError, match=r"Types with a rule: .*Linear, .*Scale\. Use `PerSampleGradients.compute`"
     ) as caught:
         find_rule("mix", nn.GRU(2, 2))
     assert "`register_rule(GRU)`" in str(caught.value)

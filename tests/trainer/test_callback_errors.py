@@ -24,7 +24,6 @@ from lightning_gradsim.errors import (
     LossError,
     NonFiniteError,
     TrainingDataError,
-    UnsupportedLayerError,
 )
 from tests.trainer.support import (
     Classifier,
@@ -152,31 +151,6 @@ class TestLayers:
         module.head.requires_grad_(False)
         with pytest.raises(LayerSelectionError, match=r"Layer `head`.*no trainable parameter.*`requires_grad`"):
             fit(tmp_path, GradSimCallback(layers="head"), module, callbacks=[Untouched()])
-
-    def test_without_a_rule(self, tmp_path):
-        class WithBilinear(Classifier):
-            def __init__(self):
-                super().__init__()
-                self.mix = nn.Bilinear(2, 2, 2)
-
-        with pytest.raises(UnsupportedLayerError, match=r"`mix` \(`Bilinear`\).*`layers`"):
-            fit(tmp_path, GradSimCallback(layers="all"), WithBilinear(), callbacks=[Untouched()])
-
-    def test_without_a_rule_as_the_last_called(self, tmp_path):
-        class EndsInBilinear(Classifier):
-            def __init__(self):
-                super().__init__()
-                self.mix = nn.Bilinear(4, 4, 4)
-
-            def forward(self, x):
-                x = super().forward(x)
-                return self.mix(x, x)
-
-        with collect_warnings() as texts:
-            gradsim, _, _ = fit(tmp_path, GradSimCallback(), EndsInBilinear())
-        assert gradsim.report is None
-        assert len(texts) == 1
-        assert "`mix` (`Bilinear`)" in texts[0]
 
     def test_several_criteria(self, tmp_path):
         module = Classifier()

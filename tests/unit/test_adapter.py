@@ -242,7 +242,7 @@ def test_batch_loss_is_the_users(x, y):
 def test_relabelled_losses_are_those_of_the_predictions(criterion, shape, targets):
     adapter = bound(Plain(criterion=criterion))
     step = adapter.step_from_logits(torch.rand(shape).requires_grad_(), targets)
-    losses = adapter.relabelled(step)
+    losses = adapter.losses(step.logits, adapter.predicted_targets(step))
     assert losses.requires_grad
     again = adapter.step_from_logits(step.logits, step.targets)
     predictions = again.outcome.predictions
@@ -256,7 +256,7 @@ def test_relabelled_losses_are_those_of_the_predictions(criterion, shape, target
 
 def test_predictions_have_no_loss_in_regression():
     adapter = bound(Plain(criterion=nn.MSELoss()))
-    assert adapter.relabelled(adapter.step_from_logits(torch.rand(BATCH, 1), torch.rand(BATCH))) is None
+    assert adapter.predicted_targets(adapter.step_from_logits(torch.rand(BATCH, 1), torch.rand(BATCH))) is None
 
 
 class OwnStep(Plain):
@@ -288,9 +288,9 @@ def test_gradsim_step_settles_which_of_several_criteria(x, y):
 def test_teachers_only_where_the_own_loss_agrees_with_the_criterion(x, y):
     module = OwnStep()
     adapter = bound(module)
-    assert adapter.relabelled(adapter.step(module, (x, x, y))) is not None
+    assert adapter.predicted_targets(adapter.step(module, (x, x, y))) is not None
     module.scale = 3.0
-    assert adapter.relabelled(adapter.step(module, (x, x, y))) is None
+    assert adapter.predicted_targets(adapter.step(module, (x, x, y))) is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from lightning_gradsim.errors import LayerSelectionError
-from lightning_gradsim.layer_selection import check_layer_spec, select_layers, trainable_layers
+from lightning_gradsim.layer_selection import check_layer_spec, parameter_names, select_layers, trainable_layers
 
 
 class Classifier(nn.Module):
@@ -42,12 +42,68 @@ def module():
 )
 def test_forms(module, spec, expected):
     check_layer_spec(spec)
-    assert select_layers(module, spec) == expected
+    assert tuple(select_layers(module, spec)) == expected
 
 
 def test_last_is_the_last_called_not_the_last_registered(module):
-    assert select_layers(module, "last") == ()
-    assert select_layers(module, "last", ["head.fc", "encoder.0", "encoder.2"]) == ("encoder.2",)
+    assert select_layers(module, "last") == {}
+    assert tuple(select_layers(module, "last", ["head.fc", "encoder.0", "encoder.2"])) == ("encoder.2",)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"), [("last:1", ("c",)), ("last:2", ("b", "c")), ("last:3", ("a", "b", "c"))]
+)
+def test_the_last_several_called(spec, expected):
+    module = nn.ModuleDict({name: nn.Linear(1, 1) for name in "cab"})
+    check_layer_spec(spec)
+    assert select_layers(module, spec) == {}
+    assert tuple(select_layers(module, spec, ["a", "b", "c"])) == expected
+
+
+def test_more_than_were_called(module):
+    with pytest.raises(LayerSelectionError, match=r"`layers=\"last:3\"` asks for more layers than the 2 trainable"):
+        select_layers(module, "last:3", ["head.fc", "encoder.0"])
+
+
+@pytest.mark.parametrize("spec", ["last:0", "last:", "last:x", "last:-1", "last:03"])
+def test_no_number_of_last_layers(spec):
+    with pytest.raises(ValueError, match=rf"`layers='{spec}'` names no number\. Expected \"last:\" and a whole"):
+        check_layer_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("head.fc.weight", {"head.fc": ("weight",)}),
+        ("*.bias", dict.fromkeys(ALL, ("bias",))),
+        (["head.fc.bias", "head.fc.weight"], {"head.fc": ("weight", "bias")}),
+        (["head.fc.bias", "head.fc"], {"head.fc": ("weight", "bias")}),
+        ("encoder.0.*", {"encoder.0": ("weight", "bias")}),
+    ],
+)
+def test_parameters_by_name(module, spec, expected):
+    chosen = select_layers(module, spec)
+    assert chosen == expected
+    words = parameter_names(chosen, trainable_layers(module))
+    assert words == [
+        name
+        for layer, own in expected.items()
+        for name in ([layer] if len(own) == 2 else [f"{layer}.{parameter}" for parameter in own])
+    ]
+
+
+def test_a_frozen_parameter(module):
+    with pytest.raises(LayerSelectionError, match=r"Parameter `head.frozen.bias` is frozen.*`requires_grad`"):
+        select_layers(module, "head.frozen.bias")
+
+
+def test_parametrizations_belong_to_their_layer():
+    module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), nn.Linear(2, 2))
+    weights = ("parametrizations.weight.original0", "parametrizations.weight.original1")
+    assert select_layers(module, "all") == {"0": ("bias", *weights), "1": ("weight", "bias")}
+    assert select_layers(module, "0.parametrizations*") == {"0": weights}
+    root = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False))
+    assert select_layers(root, "all") == {"": weights}
 
 
 def test_no_layer_was_called(module):
@@ -63,7 +119,7 @@ def test_trainable_layers_are_those_with_parameters_of_their_own(module):
 
 def test_the_module_itself_is_a_layer():
     assert list(trainable_layers(nn.Linear(2, 2))) == [""]
-    assert select_layers(nn.Linear(2, 2), "all") == ("",)
+    assert select_layers(nn.Linear(2, 2), "all") == {"": ("weight", "bias")}
 
 
 def test_a_layer_under_two_names_is_one(module):
@@ -120,7 +176,7 @@ def test_a_module_with_nothing_to_train(module, spec):
 
 @pytest.mark.parametrize("spec", [[], ()])
 def test_an_empty_choice(spec):
-    with pytest.raises(ValueError, match=r"chooses nothing.*\"last\", \"all\", names"):
+    with pytest.raises(ValueError, match=r"chooses nothing\. Expected \"last\", \"last:3\", \"all\", names"):
         check_layer_spec(spec)
 
 
@@ -129,7 +185,7 @@ def test_an_empty_choice(spec):
     [(3, "int"), (None, "NoneType"), (["head", 3], "int"), (int, "type"), ([lambda n, m: 1], "function")],
 )
 def test_wrong_types_are_named(spec, kind):
-    with pytest.raises(TypeError, match=rf"holds a {kind}\. Expected \"last\", \"all\", names, globs"):
+    with pytest.raises(TypeError, match=rf"holds a {kind}\. Expected \"last\", \"last:3\", \"all\", names, globs"):
         check_layer_spec(spec)
 
 

@@ -1,0 +1,149 @@
+"""Hooks that record how a forward calls layers, and where their outputs sit in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gradsim.guard import without_fast_attention
+from lightning_gradsim.precision import LOSS_SCALE
+
+
+class Call:
+    """One call of a layer: its input, and where its output sits in the graph."""
+
+    __slots__ = ("activations", "edge", "output_dtype", "output_shape", "version")
+
+    def __init__(self, activations: Tensor, output: Tensor) -> None:
+        self.activations = activations.detach()
+        self.version = activations._version
+        self.output_shape = output.shape
+        self.output_dtype = output.dtype
+        # Taken inside the hook: an in-place activation that follows would move the saved output's place in the graph.
+        self.edge: GradientEdge = get_gradient_edge(output)
+
+
+class Recorder:
+    """Watches layers through hooks, and keeps what one forward did.
+
+    Attributes:
+        calls: Calls by name of the layer, in order.
+        order: Names of all watched layers in the order in which the forward began them, while the whole graph is kept.
+        without_grad: Names of layers that ran without gradients.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Call]] = {}
+        self.order: list[str] = []
+        self.without_grad: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+        self._keeps_whole_graph = True
+        self._is_recording = False
+
+    def watch(self, layers: Mapping[str, nn.Module], *, whole_graph: bool) -> None:
+        """Register hooks on layers, instead of those on others.
+
+        Args:
+            layers: The layers by name.
+            whole_graph: Whether the forward keeps its whole graph, or only what lies above the first of the layers.
+        """
+        self.unwatch()
+        self._keeps_whole_graph = whole_graph
+        for name, layer in layers.items():
+            if isinstance(layer, torch.jit.ScriptModule):
+                continue  # takes no hooks: counts as a layer that is not called
+
+            def before(_: nn.Module, __: Any, name: str = name) -> None:
+                self._before(name)
+
+            def after(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> Any:
+                return self._after(name, args, kwargs, output)
+
+            self._handles.append(layer.register_forward_pre_hook(before))
+            # First in line: a user's own forward hook may replace the output.
+            self._handles.append(layer.register_forward_hook(after, with_kwargs=True, prepend=True))
+
+    def unwatch(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the forward that runs inside; the grad mode is restored afterwards.
+
+        Yields:
+            Nothing.
+        """
+        self.calls.clear()
+        self.without_grad.clear()
+        self.order.clear()
+        with torch.inference_mode(False), torch.set_grad_enabled(self._keeps_whole_graph), without_fast_attention():
+            self._is_recording = True
+            try:
+                yield
+            finally:
+                self._is_recording = False
+
+    def output_grads(
+        self, calls: Sequence[Call], losses: Tensor, weights: Tensor, *, retain: bool
+    ) -> list[Tensor | None]:
+        """Gradients of the weighted sum of losses by the outputs of calls.
+
+        Args:
+            calls: The calls.
+            losses: Losses ``[B]``.
+            weights: Weights ``[B]``.
+            retain: Whether the graph is kept.
+
+        Returns:
+            A gradient for each call, ``None`` where the losses do not depend on it; float16 ones as float32.
+        """
+        if not calls:
+            return []
+        edges = [call.edge for call in calls]
+
+        def grads_of(scale: float, retain_graph: bool) -> list[Tensor | None]:
+            # The stubs of autograd know nothing of `allow_unused`.
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                losses, edges, weights * scale, retain_graph=retain_graph, allow_unused=True
+            )
+            return list(found)
+
+        if not any(call.output_dtype == torch.float16 for call in calls):
+            return grads_of(1, retain)
+        grads = [None if grad is None else grad.float() / LOSS_SCALE for grad in grads_of(LOSS_SCALE, True)]
+        if all(grad is None or bool(grad.isfinite().all()) for grad in grads):
+            return list(grads)
+        return [None if grad is None else grad.float() for grad in grads_of(1, retain)]
+
+    def _before(self, name: str) -> None:
+        if not self._is_recording:
+            return
+        if not self._keeps_whole_graph:
+            # The trunk below runs without a graph; from the first chosen layer on there must be one.
+            torch.set_grad_enabled(True)
+        elif not torch.is_grad_enabled():
+            self.without_grad.add(name)
+        else:
+            self.order.append(name)
+
+    def _after(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Any:
+        if not self._is_recording or name in self.without_grad:
+            return None
+        activations = next((value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)), None)
+        if activations is None or not isinstance(output, Tensor) or not output.requires_grad:
+            return None
+        if output._is_view():
+            # Linear returns a view for inputs of rank 3 and more; an in-place activation on a view takes the view's own
+            # node out of the graph, and the edge with it.
+            output = output.clone()
+        self.calls.setdefault(name, []).append(Call(activations, output))
+        return output
