@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gradsim.guard import without_fast_attention
-from lightning_gradsim.precision import LOSS_SCALE
+from lightning_gradsim.precision import find_scales, largest_by_sample
 
 
 class Call:
@@ -104,25 +104,35 @@ class Recorder:
             retain: Whether the graph is kept.
 
         Returns:
-            A gradient for each call, ``None`` where the losses do not depend on it; float16 ones as float32.
+            A gradient for each call, ``None`` where the losses do not depend on it.
         """
         if not calls:
             return []
-        edges = [call.edge for call in calls]
+        # The stubs of autograd know nothing of `allow_unused`.
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            losses, [call.edge for call in calls], weights, retain_graph=retain, allow_unused=True
+        )
+        return list(found)
 
-        def grads_of(scale: float, retain_graph: bool) -> list[Tensor | None]:
-            # The stubs of autograd know nothing of `allow_unused`.
-            found: Sequence[Tensor | None] = torch.autograd.grad(
-                losses, edges, weights * scale, retain_graph=retain_graph, allow_unused=True
-            )
-            return list(found)
+    def find_scales(self, calls: Sequence[Call], losses: Tensor) -> Tensor | None:
+        """Weights under which float16 gradients neither vanish nor overflow, sample by sample.
 
+        Args:
+            calls: The calls.
+            losses: Losses ``[B]``; their graph is kept.
+
+        Returns:
+            Weights ``[B]``, or ``None`` where no output is float16.
+        """
         if not any(call.output_dtype == torch.float16 for call in calls):
-            return grads_of(1, retain)
-        grads = [None if grad is None else grad.float() / LOSS_SCALE for grad in grads_of(LOSS_SCALE, True)]
-        if all(grad is None or bool(grad.isfinite().all()) for grad in grads):
-            return list(grads)
-        return [None if grad is None else grad.float() for grad in grads_of(1, retain)]
+            return None
+
+        def largest(scales: Tensor) -> Tensor:
+            grads = self.output_grads(calls, losses, scales, retain=True)
+            # Rows that are not samples are found and refused by the wrapper.
+            return largest_by_sample([g for g in grads if g is not None and g.shape[:1] == losses.shape], losses)
+
+        return find_scales(largest, losses)
 
     def _before(self, name: str) -> None:
         if not self._is_recording:

@@ -15,7 +15,17 @@ from torch.func import functional_call, grad, vmap
 from lightning_gradsim.batches import stack_of_samples, take_rows
 from lightning_gradsim.errors import SampleMixingError
 from lightning_gradsim.guard import is_out_of_memory, without_fast_attention
-from lightning_gradsim.precision import LOSS_SCALE, SUM_TOLERANCE, raise_half
+from lightning_gradsim.precision import (
+    SUM_SHARE,
+    SUM_TOLERANCE,
+    find_scales,
+    largest_by_sample,
+    raise_half,
+    scale_rows,
+)
+
+Gradients = dict[str, Tensor]
+"""Per-sample gradients ``[B, *shape]`` by parameter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,33 +97,47 @@ class WholeModule:
         if not num_samples:
             return {name: p.new_zeros(0, *p.shape) for name, p in self._parameters.items()}
         dtype = self._dtype(recompute)
-        scale = LOSS_SCALE if dtype == torch.float16 else 1.0
         with torch.inference_mode(False), without_fast_attention():
-            losses, gradients = self._run(recompute, num_samples, scale)
-            if scale != 1:
-                gradients = {name: values.float() / scale for name, values in gradients.items()}
-            result = {name: raise_half(values) for name, values in gradients.items()}
+            losses, result, scales = self._scaled(recompute, num_samples, is_half=dtype == torch.float16)
             self._has_run = True
             if not self._is_checked and num_samples > 1:
-                self._check(recompute, losses, result, SUM_TOLERANCE[dtype])
+                self._check(recompute, losses, result, scales, SUM_TOLERANCE[dtype])
                 self._is_checked = True
         return result
 
-    def _run(self, recompute: Recompute, num_samples: int, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def _scaled(
+        self, recompute: Recompute, num_samples: int, *, is_half: bool
+    ) -> tuple[Tensor, Gradients, Tensor | None]:
+        """Losses, gradients, and the scales under which float16 gradients were computed."""
+        if not is_half:
+            losses, gradients = self._run(recompute, num_samples, None)
+            return losses, {name: raise_half(values) for name, values in gradients.items()}, None
+        device = next(iter(self._parameters.values())).device
+        latest: list[tuple[Tensor, Gradients]] = []
+
+        def largest(scales: Tensor) -> Tensor:
+            latest[:] = [self._run(recompute, num_samples, scales)]
+            return largest_by_sample(list(latest[0][1].values()), scales)
+
+        scales = find_scales(largest, torch.empty(num_samples, device=device))
+        losses, gradients = self._run(recompute, num_samples, scales)
+        return losses, {name: scale_rows(values, 1 / scales) for name, values in gradients.items()}, scales
+
+    def _run(self, recompute: Recompute, num_samples: int, scales: Tensor | None) -> tuple[Tensor, Gradients]:
         if self.step == "vmap":
             try:
-                return self._vmapped(recompute, num_samples, scale)
+                return self._vmapped(recompute, num_samples, scales)
             except Exception as error:  # whatever a module may do that vmap cannot follow
                 if self._has_run or is_out_of_memory(error):
                     raise
                 self.step = "one at a time"
                 self.reason = f"vmap fails: {str(error).strip().splitlines()[0] if str(error).strip() else type(error)}"
-        return self._one_at_a_time(recompute, num_samples, scale)
+        return self._one_at_a_time(recompute, num_samples, scales)
 
-    def _vmapped(self, recompute: Recompute, num_samples: int, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def _vmapped(self, recompute: Recompute, num_samples: int, scales: Tensor | None) -> tuple[Tensor, Gradients]:
         tensors, rebuild = stack_of_samples(recompute.batch, num_samples)
 
-        def loss(parameters: dict[str, Tensor], sample: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        def loss(parameters: dict[str, Tensor], sample: tuple[Tensor, ...], scale: Tensor) -> tuple[Tensor, Tensor]:
             batch = rebuild([tensor[None] for tensor in sample])
             with recompute.context():
                 value = functional_call(self._owner[0], parameters, (lambda: recompute.losses(batch),)).sum()
@@ -122,10 +146,11 @@ class WholeModule:
         parameters = {f"module.{name}": parameter.detach() for name, parameter in self._parameters.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-            gradients, losses = vmap(grad(loss, has_aux=True), in_dims=(None, 0))(parameters, tuple(tensors))
+            scales = torch.ones(num_samples, device=tensors[0].device) if scales is None else scales
+            gradients, losses = vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0))(parameters, tuple(tensors), scales)
         return losses, {name: gradients[f"module.{name}"] for name in self._parameters}
 
-    def _one_at_a_time(self, recompute: Recompute, num_samples: int, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def _one_at_a_time(self, recompute: Recompute, num_samples: int, scales: Tensor | None) -> tuple[Tensor, Gradients]:
         parameters = list(self._parameters.values())
         columns = [p.new_empty(num_samples, *p.shape) for p in parameters]
         losses = []
@@ -134,14 +159,27 @@ class WholeModule:
             with torch.enable_grad(), recompute.context():
                 value = recompute.losses(batch).sum()
             losses.append(value.detach())
-            for column, found in zip(columns, _gradients(value * scale, parameters), strict=True):
+            for column, found in zip(
+                columns, _gradients(value if scales is None else value * scales[row], parameters), strict=True
+            ):
                 column[row] = found
         return torch.stack(losses), dict(zip(self._parameters, columns, strict=True))
 
-    def _check(self, recompute: Recompute, losses: Tensor, gradients: Mapping[str, Tensor], tolerance: float) -> None:
+    def _check(
+        self,
+        recompute: Recompute,
+        losses: Tensor,
+        gradients: Mapping[str, Tensor],
+        scales: Tensor | None,
+        tolerance: float,
+    ) -> None:
         with torch.enable_grad(), recompute.context():
             together = recompute.losses(recompute.batch)
-        expected = _gradients(together.sum(), list(self._parameters.values()))
+        weights = torch.ones_like(together)
+        if scales is not None:  # in float16, autograd's own sum would vanish or overflow
+            weights = (SUM_SHARE * scales).to(together.dtype)
+            gradients = {name: scale_rows(values, weights) for name, values in gradients.items()}
+        expected = _gradients((together * weights).sum(), list(self._parameters.values()))
         differences = [g.sum(0) - raise_half(e) for g, e in zip(gradients.values(), expected, strict=True)]
         difference = torch.stack([part.norm() for part in differences]).norm()
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)

@@ -27,7 +27,7 @@ from lightning_gradsim.layer_selection import (
     select_layers,
     trainable_layers,
 )
-from lightning_gradsim.precision import SUM_TOLERANCE, raise_half
+from lightning_gradsim.precision import SUM_SHARE, SUM_TOLERANCE, raise_half, scale_rows
 from lightning_gradsim.recorder import Call, Recorder
 from lightning_gradsim.rules import Rule, find_rule, find_sampler, keep_parameters, split_gradients
 from lightning_gradsim.whole_module import Recompute, WholeModule
@@ -193,9 +193,15 @@ class PerSampleGradients:
             self._settle(losses)
         for name, problem in self._find_problems(losses).items():
             self._move_to_whole(name, problem, may_move=first)
-        result = self._from_hooks(losses, retain=retain or first)
+        weights = torch.ones_like(losses)
+        scales = self._recorder.find_scales([call for _, call in self._hooked_calls()], losses)
+        result = self._from_hooks(losses, weights if scales is None else scales, scales, retain=retain or first)
         if first:
-            for name, problem in self._find_wrong_sums(losses, result, retain=retain).items():
+            summands = result
+            if scales is not None:  # in float16, autograd's own sum would vanish or overflow
+                weights = SUM_SHARE * scales
+                summands = self._from_hooks(losses, weights, None, retain=True)
+            for name, problem in self._find_wrong_sums(losses, weights, summands, retain=retain).items():
                 self._move_to_whole(name, problem, may_move=True)
             self._finish_settling(recompute)
         result = {name: factors for name, factors in result.items() if name not in self.reasons}
@@ -318,7 +324,7 @@ class PerSampleGradients:
         return problems
 
     def _find_wrong_sums(
-        self, losses: Tensor, result: Mapping[str, Factors], *, retain: bool
+        self, losses: Tensor, weights: Tensor, result: Mapping[str, Factors], *, retain: bool
     ) -> dict[str, GradSimError]:
         ours = {
             name: split_gradients(self._layers[name], factors.summed(), self.selection[name])
@@ -327,9 +333,7 @@ class PerSampleGradients:
         parameters = [self._layers[name].get_parameter(own) for name, grads in ours.items() for own in grads]
         if not parameters:
             return {}
-        expected = iter(
-            torch.autograd.grad(losses, parameters, torch.ones_like(losses), retain_graph=retain, allow_unused=True)
-        )
+        expected = iter(torch.autograd.grad(losses, parameters, weights, retain_graph=retain, allow_unused=True))
         problems: dict[str, GradSimError] = {}
         for name, grads in ours.items():
             differences = [_dense(next(expected), grad[0]) - grad[0] for grad in grads.values()]
@@ -346,11 +350,15 @@ class PerSampleGradients:
     def _hooked_calls(self) -> list[tuple[str, Call]]:
         return [(name, call) for name in self._rules for call in self._recorder.calls.get(name, [])]
 
-    def _from_hooks(self, losses: Tensor, *, retain: bool) -> dict[str, Factors]:
+    def _from_hooks(
+        self, losses: Tensor, weights: Tensor, scales: Tensor | None, *, retain: bool
+    ) -> dict[str, Factors]:
+        """Factors of the weighted losses, divided by the scales."""
         calls, parts = self._hooked_calls(), dict[str, list[Factors]]()
-        all_grads = self._recorder.output_grads([c for _, c in calls], losses, torch.ones_like(losses), retain=retain)
+        all_grads = self._recorder.output_grads([call for _, call in calls], losses, weights, retain=retain)
         for (name, call), grads in zip(calls, all_grads, strict=True):
-            parts.setdefault(name, []).append(self._one_call(name, call, grads))
+            unscaled = grads if grads is None or scales is None else scale_rows(grads, 1 / scales)
+            parts.setdefault(name, []).append(self._one_call(name, call, unscaled))
         return {name: concatenate_positions(calls_of_layer) for name, calls_of_layer in parts.items()}
 
     def _from_whole(self, recompute: Recompute | None, num_samples: int) -> dict[str, Factors]:

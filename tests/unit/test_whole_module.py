@@ -198,3 +198,19 @@ def test_half_precision_gives_float32(change, dtype):
     for name, value in reference.items():
         assert found[name].dtype == torch.float32
         torch.testing.assert_close(found[name], value, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("change", [torch.tanh, per_sample_branch], ids=["vmap", "one-at-a-time"])
+@pytest.mark.parametrize("scale", [1e-9, 1e6], ids=["tiny", "huge"])
+def test_float16_gradients_of_any_size(change, scale):
+    module, (x, y) = Net(change).half().float(), data()
+    x = x.half().float()
+
+    def losses(batch):
+        return scale * F.cross_entropy(module(batch[0]).float(), batch[1], reduction="none")
+
+    reference = expected(module, (x, y), losses)
+    module.half()
+    found = whole(module).gradients(Recompute(losses, (x.half(), y)), BATCH)
+    for name, value in reference.items():
+        torch.testing.assert_close(found[name] / scale, value / scale, rtol=0.03, atol=0.01)

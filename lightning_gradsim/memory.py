@@ -1,0 +1,137 @@
+"""How much memory a pass may take, and what happens when it does not suffice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_gradsim.guard import is_out_of_memory
+
+DEFAULT_SHARE = 0.25
+"""Share of the free memory that a pass may take where no budget is stated: the training run needs its own."""
+CGROUP = Path("/sys/fs/cgroup")
+
+Result = TypeVar("Result")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated.
+
+    Args:
+        device: Where. On CUDA what the allocator has reserved and does not use counts as free.
+
+    Returns:
+        Bytes on the device; on the CPU no more than what the limit of a container leaves.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((CGROUP / name).read_text(encoding="ascii") for name in ("memory.max", "memory.current"))
+        return available if limit.strip() == "max" else max(0, min(available, int(limit) - int(used)))
+    except (OSError, ValueError):  # no container, or one that does not say
+        return available
+
+
+def default_budget(device: torch.device) -> int:
+    """The budget where none is stated, in bytes.
+
+    Args:
+        device: Where the pass runs.
+
+    Returns:
+        A share of the free memory.
+    """
+    return int(DEFAULT_SHARE * free_memory(device))
+
+
+class Portions:
+    """A number of samples that are worked on together, halved whenever memory does not suffice.
+
+    Args:
+        size: The number to begin with.
+
+    Attributes:
+        size: The number at present.
+        was_halved: Whether memory has not sufficed.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.was_halved = False
+
+    def split(self, total: int, work: Callable[[slice], Result]) -> Iterator[Result]:
+        """Work on all samples, a portion at a time.
+
+        Args:
+            total: Number of samples.
+            work: From some of them to a result; repeated for fewer where it runs out of memory.
+
+        Yields:
+            Results, in order.
+
+        Raises:
+            Exception: What ``work`` raises, out of memory for a single sample included.
+        """
+        start = 0
+        while start < total:
+            size = min(self.size, total - start)
+            try:
+                result = work(slice(start, start + size))
+            except Exception as error:
+                if size <= 1 or not is_out_of_memory(error):
+                    raise
+                self.size, self.was_halved = size // 2, True
+            else:
+                start += size
+                yield result
+                continue
+            # Beyond the `except` block, which keeps the failed attempt's tensors alive.
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+class GraphMeter:
+    """Bytes that autograd keeps for a backward.
+
+    Attributes:
+        num_bytes: All tensors kept, each storage once.
+        largest: The largest of them.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.largest = 0
+        self._known: set[int] = set()
+
+    @contextmanager
+    def watching(self, *apart: Tensor) -> Iterator[None]:
+        """Count what the forward inside keeps.
+
+        Args:
+            apart: Tensors that exist anyway, such as parameters, and don't count.
+
+        Yields:
+            Nothing.
+        """
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in apart}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._known:
+                self._known.add(storage.data_ptr())
+                self.num_bytes += storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
