@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -17,7 +17,16 @@ from lightning_gradsim.errors import (
     SampleMixingError,
     UnsupportedLayerError,
 )
-from lightning_gradsim.factors import Factors, OuterFactors, concatenate_positions, squared_norms
+from lightning_gradsim.factors import Factors, OuterFactors, concatenate_positions
+from lightning_gradsim.gradient_checks import (
+    Problems,
+    check_batch_statistics,
+    find_call_problem,
+    find_mixed_rows,
+    find_sharing,
+    find_used_uncalled,
+    find_wrong_sums,
+)
 from lightning_gradsim.layer_selection import (
     LayerSpec,
     Selection,
@@ -27,7 +36,7 @@ from lightning_gradsim.layer_selection import (
     select_layers,
     trainable_layers,
 )
-from lightning_gradsim.precision import SUM_SHARE, SUM_TOLERANCE, raise_half, scale_rows
+from lightning_gradsim.precision import SUM_SHARE, raise_half, scale_rows
 from lightning_gradsim.recorder import Call, Recorder
 from lightning_gradsim.rules import Rule, find_rule, find_sampler, keep_parameters, split_gradients
 from lightning_gradsim.whole_module import Recompute, WholeModule
@@ -79,7 +88,7 @@ class PerSampleGradients:
         self._is_settled = False
         self._rows_are_checked = False
         self.selection: Selection = {}
-        self.reasons: dict[str, GradSimError] = {}
+        self.reasons: Problems = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -201,7 +210,9 @@ class PerSampleGradients:
             if scales is not None:  # in float16, autograd's own sum would vanish or overflow
                 weights = SUM_SHARE * scales
                 summands = self._from_hooks(losses, weights, None, retain=True)
-            for name, problem in self._find_wrong_sums(losses, weights, summands, retain=retain).items():
+            dtypes = {name: self._recorder.calls[name][0].output_dtype for name in summands}
+            wrong = find_wrong_sums(losses, weights, summands, self._layers, self.selection, dtypes, retain=retain)
+            for name, problem in wrong.items():
                 self._move_to_whole(name, problem, may_move=True)
             self._finish_settling(recompute)
         result = {name: factors for name, factors in result.items() if name not in self.reasons}
@@ -223,7 +234,7 @@ class PerSampleGradients:
                     f'Layer `{name}` runs under "no_grad" in the forward pass, so it has no gradient. Leave it out of '
                     "`layers`."
                 )
-            problem = _find_sharing(name, layer, layers)
+            problem = find_sharing(name, layers)
             try:
                 self._rules[name] = find_sampler(layer) or find_rule(name or type(layer).__name__, layer)
             except UnsupportedLayerError as error:
@@ -235,8 +246,15 @@ class PerSampleGradients:
                 "`losses` has no graph, so there is no gradient. 1. The outputs were detached. 2. The layers above run "
                 'under "no_grad" in the forward pass. Compute the losses from the outputs as they are.'
             )
-        _check_mixing(self._module)
-        for name, problem in self._find_uncalled(losses).items():
+        check_batch_statistics(self._module)
+        uncalled = {name: self._layers[name] for name in self._rules if name not in self._recorder.calls}
+        used = find_used_uncalled(losses, uncalled)
+        if uncalled and not used and self._spec != "all":
+            raise LayerSelectionError(
+                f"Layer `{next(iter(uncalled))}` was not called in the forward pass, and the losses do not depend on "
+                "it. It is unused for this batch. Choose another layer."
+            )
+        for name, problem in used.items():
             self._move_to_whole(name, problem, may_move=True)
 
     def _finish_settling(self, recompute: Recompute | None) -> None:
@@ -267,84 +285,17 @@ class PerSampleGradients:
         self.reasons.setdefault(name, problem)
         self._rules.pop(name, None)
 
-    def _find_uncalled(self, losses: Tensor) -> dict[str, GradSimError]:
-        uncalled = [name for name in self._rules if name not in self._recorder.calls]
-        parameters = [(name, p) for name in uncalled for p in own_parameters(self._layers[name]).values()]
-        if not uncalled:
-            return {}
-        # The stubs of autograd know nothing of `allow_unused`.
-        grads: Sequence[Tensor | None] = torch.autograd.grad(
-            losses, [p for _, p in parameters], torch.ones_like(losses), retain_graph=True, allow_unused=True
-        )
-        used = {name for (name, _), grad in zip(parameters, grads, strict=True) if grad is not None}
-        if not used and self._spec != "all":
-            raise LayerSelectionError(
-                f"Layer `{uncalled[0]}` was not called in the forward pass, and the losses do not depend on it. It is "
-                "unused for this batch. Choose another layer."
-            )
-        return {
-            name: UnsupportedLayerError(
-                f"Layer `{name}` was not called in the forward pass, so it has no activations. Its parent uses the "
-                "weight directly (as `nn.MultiheadAttention` does). Choose another layer."
-            )
-            for name in uncalled
-            if name in used
-        }
-
-    def _find_problems(self, losses: Tensor) -> dict[str, GradSimError]:
+    def _find_problems(self, losses: Tensor) -> Problems:
         """Calls of this forward that cannot be told apart by sample, by name of the layer."""
-        problems: dict[str, GradSimError] = {}
+        problems: Problems = {}
         for name, call in self._hooked_calls():
-            problem = _find_call_problem(name, call, len(losses))
+            problem = find_call_problem(name, call, len(losses))
             if problem is not None:
                 problems.setdefault(name, problem)
         if not self._rows_are_checked and len(losses) > 1:
-            problems |= self._find_mixed_rows(losses, [(n, c) for n, c in self._hooked_calls() if n not in problems])
-        return problems
-
-    def _find_mixed_rows(self, losses: Tensor, calls: Sequence[tuple[str, Call]]) -> dict[str, GradSimError]:
-        # The sample of highest loss: an ignored one has no gradient, by which mixing would show.
-        row = int(losses.detach().nan_to_num(0.0, 0.0, 0.0).argmax())
-        others = torch.arange(len(losses), device=losses.device) != row
-        only_one = (~others).to(losses.dtype)
-        problems: dict[str, GradSimError] = {}
-        all_grads = self._recorder.output_grads([call for _, call in calls], losses, only_one, retain=True)
-        for (name, _), grads in zip(calls, all_grads, strict=True):
-            if grads is None:
-                continue
-            self._rows_are_checked = self._rows_are_checked or bool(grads[row].any())
-            # Not-a-number passes: the engine names the samples that caused it.
-            if bool((grads[others].abs() > 0).any()):
-                problems[name] = SampleMixingError(
-                    f"The loss of one sample depends on other rows of the output of layer `{name}`. 1. The batch is "
-                    "not the first dimension there. 2. A layer above mixes samples (BatchNorm without running "
-                    "statistics, a contrastive loss). Such a sample has no gradient of its own. Choose a layer above "
-                    "it."
-                )
-        return problems
-
-    def _find_wrong_sums(
-        self, losses: Tensor, weights: Tensor, result: Mapping[str, Factors], *, retain: bool
-    ) -> dict[str, GradSimError]:
-        ours = {
-            name: split_gradients(self._layers[name], factors.summed(), self.selection[name])
-            for name, factors in result.items()
-        }
-        parameters = [self._layers[name].get_parameter(own) for name, grads in ours.items() for own in grads]
-        if not parameters:
-            return {}
-        expected = iter(torch.autograd.grad(losses, parameters, weights, retain_graph=retain, allow_unused=True))
-        problems: dict[str, GradSimError] = {}
-        for name, grads in ours.items():
-            differences = [_dense(next(expected), grad[0]) - grad[0] for grad in grads.values()]
-            difference = torch.stack([part.norm() for part in differences]).norm()
-            tolerance = max(SUM_TOLERANCE[call.output_dtype] for call in self._recorder.calls[name])
-            # Not-a-number passes: the engine names the samples that caused it.
-            if bool(difference > tolerance * squared_norms(result[name]).sqrt().sum()):
-                problems[name] = GradSimError(
-                    f"The per-sample gradients of layer `{name}` do not sum to autograd's gradient. 1. Its weight is "
-                    "also used outside the layer. 2. Its gradient rule is wrong. Leave the layer out of `layers`."
-                )
+            calls = [(name, call) for name, call in self._hooked_calls() if name not in problems]
+            mixed, self._rows_are_checked = find_mixed_rows(self._recorder, calls, losses)
+            problems |= mixed
         return problems
 
     def _hooked_calls(self) -> list[tuple[str, Call]]:
@@ -394,45 +345,3 @@ class PerSampleGradients:
 
     def _in_order(self, result: Mapping[str, Factors]) -> dict[str, Factors]:
         return {name: result[name] for name in self.selection if name in result}
-
-
-def _find_sharing(name: str, layer: nn.Module, layers: Mapping[str, nn.Module]) -> GradSimError | None:
-    own = {id(parameter) for parameter in layer.parameters(recurse=False)}
-    for other, its_layer in layers.items():
-        if other != name and own & {id(parameter) for parameter in its_layer.parameters(recurse=False)}:
-            return UnsupportedLayerError(
-                f"Layers `{name}` and `{other}` share a parameter (tied weights), so neither alone has its gradient. "
-                "Leave both out of `layers`."
-            )
-    return None
-
-
-def _check_mixing(module: nn.Module) -> None:
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
-            raise SampleMixingError(
-                f"Layer `{name}` (`{type(layer).__name__}`) normalises by the statistics of the batch, so a sample has "
-                "no gradient of its own. Put the module into eval mode, and keep `track_running_stats=True`."
-            )
-
-
-def _find_call_problem(name: str, call: Call, num_samples: int) -> GradSimError | None:
-    rows = call.output_shape[0] if call.output_shape else 0
-    if rows != num_samples or call.activations.shape[:1] != (num_samples,):
-        return SampleMixingError(
-            f"Layer `{name}` ran on {rows} rows for {num_samples} samples, so its rows cannot be told apart by sample. "
-            "Expected the batch as the first dimension. Leave the layer out of `layers`, or keep samples and positions "
-            "in separate dimensions."
-        )
-    if call.activations._version != call.version:
-        return GradSimError(
-            f"The input of layer `{name}` was changed in place after the layer ran, so its gradient cannot be "
-            "computed. Make the operation that follows out of place, or leave the layer out of `layers`."
-        )
-    return None
-
-
-def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
-    if grad is None:
-        return torch.zeros_like(like)
-    return grad.to_dense() if grad.is_sparse else grad

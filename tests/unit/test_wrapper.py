@@ -299,7 +299,7 @@ def test_tied_weights():
     module = Free(lambda self, x: self.b(self.a(x)), a=linear(FEATURES, FEATURES), b=linear(FEATURES, FEATURES))
     module.b.weight = module.a.weight
     with pytest.raises(
-        UnsupportedLayerError, match=r"Layers `b` and `a` share a parameter \(tied weights\).*Leave both out"
+        UnsupportedLayerError, match=r"Layers `b` and `a` share a parameter \(tied weights\).*leave both out"
     ):
         factors(module)
 
