@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,18 +11,31 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lightning_gradsim.batches import map_tensors, tensors_of
 from lightning_gradsim.guard import without_fast_attention
 from lightning_gradsim.precision import find_scales, largest_by_sample
 
 
 class Call:
-    """One call of a layer: its input, and where its output sits in the graph."""
+    """One call of a layer: its inputs, and where its output sits in the graph.
 
-    __slots__ = ("activations", "edge", "output_dtype", "output_shape", "version")
+    Attributes:
+        activations: The first tensor among the inputs.
+        inputs: All of them, as positional and keyword arguments, where the call may run again; else ``None``.
+        autocast: Dtype of autocast during the call; ``None`` without it.
+        edge: The output's place in the graph.
+        output_shape: Its shape.
+        output_dtype: Its dtype.
+    """
 
-    def __init__(self, activations: Tensor, output: Tensor) -> None:
+    __slots__ = ("activations", "autocast", "edge", "inputs", "output_dtype", "output_shape", "version")
+
+    def __init__(self, activations: Tensor, output: Tensor, inputs: Any) -> None:
         self.activations = activations.detach()
         self.version = activations._version
+        self.inputs = None if inputs is None else map_tensors(inputs, Tensor.detach)
+        device = activations.device.type
+        self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.output_shape = output.shape
         self.output_dtype = output.dtype
         # Taken inside the hook: an in-place activation that follows would move the saved output's place in the graph.
@@ -45,15 +58,18 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._keeps_whole_graph = True
         self._is_recording = False
+        self._replayed: frozenset[str] = frozenset()
 
-    def watch(self, layers: Mapping[str, nn.Module], *, whole_graph: bool) -> None:
+    def watch(self, layers: Mapping[str, nn.Module], *, replayed: Collection[str], whole_graph: bool) -> None:
         """Register hooks on layers, instead of those on others.
 
         Args:
             layers: The layers by name.
+            replayed: Names of those whose calls may run again: all their inputs are kept.
             whole_graph: Whether the forward keeps its whole graph, or only what lies above the first of the layers.
         """
         self.unwatch()
+        self._replayed = frozenset(replayed)
         self._keeps_whole_graph = whole_graph
         for name, layer in layers.items():
             if isinstance(layer, torch.jit.ScriptModule):
@@ -138,8 +154,10 @@ class Recorder:
         if not self._is_recording:
             return
         if not self._keeps_whole_graph:
-            # The trunk below runs without a graph; from the first chosen layer on there must be one.
-            torch.set_grad_enabled(True)
+            # The trunk below runs without a graph; from the first chosen layer on there must be one. A layer that runs
+            # again needs none inside of it.
+            if name not in self._replayed:
+                torch.set_grad_enabled(True)
         elif not torch.is_grad_enabled():
             self.without_grad.add(name)
         else:
@@ -148,12 +166,23 @@ class Recorder:
     def _after(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Any:
         if not self._is_recording or name in self.without_grad:
             return None
-        activations = next((value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)), None)
-        if activations is None or not isinstance(output, Tensor) or not output.requires_grad:
+        activations = next(tensors_of([args, kwargs]), None)
+        is_tuple = isinstance(output, tuple) and len(output) > 0
+        first = output[0] if is_tuple else output
+        if activations is None or not isinstance(first, Tensor):
             return None
-        if output._is_view():
+        if not first.requires_grad and not self._keeps_whole_graph and name in self._replayed:
+            torch.set_grad_enabled(True)
+            first = first.detach().requires_grad_()
+        if not first.requires_grad:
+            return None
+        if first._is_view() or first.is_leaf:
             # Linear returns a view for inputs of rank 3 and more; an in-place activation on a view takes the view's own
-            # node out of the graph, and the edge with it.
-            output = output.clone()
-        self.calls.setdefault(name, []).append(Call(activations, output))
-        return output
+            # node out of the graph, and the edge with it. On a leaf it is forbidden.
+            first = first.clone()
+        inputs = (args, kwargs) if name in self._replayed else None
+        self.calls.setdefault(name, []).append(Call(activations, first, inputs))
+        if not is_tuple:
+            return first
+        items = [first, *output[1:]]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)

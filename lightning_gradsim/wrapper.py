@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,9 @@ from lightning_gradsim.layer_selection import (
 )
 from lightning_gradsim.precision import SUM_SHARE, raise_half, scale_rows
 from lightning_gradsim.recorder import Call, Recorder
-from lightning_gradsim.rules import Rule, find_rule, find_sampler, keep_parameters, split_gradients
-from lightning_gradsim.whole_module import Recompute, WholeModule
-
-Step = Literal["rule", "opacus", "vmap", "one at a time"]
-"""Steps of the ladder: a rule of ours, a sampler of Opacus, ``vmap(grad)`` over the whole module, single samples."""
+from lightning_gradsim.replay import Replay
+from lightning_gradsim.rules import Rule, find_rule, find_sampler, keep_parameters, sampler_factors, split_gradients
+from lightning_gradsim.whole_module import Gradients, Recompute, WholeModule
 
 
 class PerSampleGradients:
@@ -82,7 +80,9 @@ class PerSampleGradients:
         self._spec = layers
         self._recorder = Recorder()
         self._layers: dict[str, nn.Module] = {}
-        self._rules: dict[str, Rule] = {}
+        self._rules: dict[str, Rule | Replay] = {}
+        self._callers: dict[str, str] = {}
+        self._moved: list[str] = []
         self._whole: WholeModule | None = None
         self._unused: dict[str, Factors] = {}
         self._is_settled = False
@@ -96,13 +96,13 @@ class PerSampleGradients:
         return tuple(self.selection)
 
     @property
-    def steps(self) -> dict[str, Step]:
-        """The step of the ladder that serves each layer, by name; settled by the first batch."""
-        whole: Step = "vmap" if self._whole is None else self._whole.step
-        return {
-            name: whole if name in self.reasons else "opacus" if find_sampler(self._layers[name]) else "rule"
-            for name in self.selection
-        }
+    def steps(self) -> dict[str, str]:
+        """The step of the ladder that serves each layer, by name; settled by the first batch.
+
+        ``rule``: a rule of ours; ``opacus``: a sampler of Opacus; ``vmap(layer)``: the layer's calls run again, all
+        samples at once; ``vmap(module)``: the whole module does; ``one at a time``: either, a sample after the other.
+        """
+        return {name: self._step(name) for name in self.selection}
 
     def chosen_names(self) -> list[str]:
         """Names of the chosen layers, or of single parameters where only some of a layer's are chosen."""
@@ -111,7 +111,9 @@ class PerSampleGradients:
     def __enter__(self) -> PerSampleGradients:
         """Check the choice of layers as far as it can be known, and start to watch."""
         self.selection = select_layers(self._module, self._spec)
-        self._recorder.watch(trainable_layers(self._module), whole_graph=True)
+        layers = trainable_layers(self._module)
+        without_rule = [name for name, layer in layers.items() if isinstance(_find_rule(name, layer), GradSimError)]
+        self._recorder.watch(layers, replayed=without_rule, whole_graph=True)
         return self
 
     def __exit__(
@@ -166,7 +168,7 @@ class PerSampleGradients:
             GradSimError: If a gradient cannot be exact.
         """
         return {
-            f"{name}.{own}" if name else own: gradients
+            _joined(name, [own])[0]: gradients
             for name, factors in self.compute(losses, batch).items()
             for own, gradients in split_gradients(self._layers[name], factors, self.selection[name]).items()
         }
@@ -210,12 +212,12 @@ class PerSampleGradients:
             if scales is not None:  # in float16, autograd's own sum would vanish or overflow
                 weights = SUM_SHARE * scales
                 summands = self._from_hooks(losses, weights, None, retain=True)
-            dtypes = {name: self._recorder.calls[name][0].output_dtype for name in summands}
+            dtypes = {name: call.output_dtype for name, call in self._hooked_calls()}
             wrong = find_wrong_sums(losses, weights, summands, self._layers, self.selection, dtypes, retain=retain)
             for name, problem in wrong.items():
                 self._move_to_whole(name, problem, may_move=True)
             self._finish_settling(recompute)
-        result = {name: factors for name, factors in result.items() if name not in self.reasons}
+        result = {name: factors for name, factors in result.items() if name in self._rules}
         self._unused.update({name: factors.unused(0) for name, factors in result.items() if name not in self._unused})
         unused = {name: template.unused(len(losses)) for name, template in self._unused.items() if name not in result}
         if not retain:
@@ -228,62 +230,101 @@ class PerSampleGradients:
         called = list(dict.fromkeys(reversed(self._recorder.order)))[::-1]
         self.selection = select_layers(self._module, self._spec, called)
         self._layers = {name: layers[name] for name in self.selection}
-        for name, layer in self._layers.items():
+        for name in self.selection:
             if name in self._recorder.without_grad:
                 raise LayerSelectionError(
                     f'Layer `{name}` runs under "no_grad" in the forward pass, so it has no gradient. Leave it out of '
                     "`layers`."
                 )
-            problem = find_sharing(name, layers)
-            try:
-                self._rules[name] = find_sampler(layer) or find_rule(name or type(layer).__name__, layer)
-            except UnsupportedLayerError as error:
-                problem = problem or error
-            if problem is not None:
-                self._move_to_whole(name, problem, may_move=True)
         if not losses.requires_grad:
             raise LossError(
                 "`losses` has no graph, so there is no gradient. 1. The outputs were detached. 2. The layers above run "
                 'under "no_grad" in the forward pass. Compute the losses from the outputs as they are.'
             )
         check_batch_statistics(self._module)
-        uncalled = {name: self._layers[name] for name in self._rules if name not in self._recorder.calls}
+        uncalled = {name: layer for name, layer in self._layers.items() if name not in self._recorder.calls}
         used = find_used_uncalled(losses, uncalled)
         if uncalled and not used and self._spec != "all":
             raise LayerSelectionError(
                 f"Layer `{next(iter(uncalled))}` was not called in the forward pass, and the losses do not depend on "
                 "it. It is unused for this batch. Choose another layer."
             )
-        for name, problem in used.items():
-            self._move_to_whole(name, problem, may_move=True)
+        without_rule: Problems = {}
+        for name, layer in self._layers.items():
+            sharing, found = find_sharing(name, layers), used.get(name) or _find_rule(name, layer)
+            if sharing is not None:
+                self._move_to_whole(name, sharing, may_move=True)
+            elif isinstance(found, GradSimError):
+                without_rule[name] = found
+            else:
+                self._rules[name] = found
+        self._settle_without_rule(without_rule, uncalled.keys() - used.keys())
+
+    def _settle_without_rule(self, without_rule: Mapping[str, GradSimError], unused: Collection[str]) -> None:
+        """Let the innermost call that holds a layer run again; where there is none, the whole module has to."""
+        parameters: dict[str, dict[str, nn.Parameter]] = {}
+        for name, problem in without_rule.items():
+            self.reasons[name] = problem
+            caller = name if name in unused else self._find_caller(name)
+            if caller is None:
+                self._move_to_whole(name, problem, may_move=True)
+                continue
+            self._callers[name] = caller
+            own = own_parameters(self._layers[name])
+            inner = _joined(name[len(caller) :].lstrip("."), self.selection[name])
+            parameters.setdefault(caller, {}).update(
+                {path: own[chosen] for path, chosen in zip(inner, self.selection[name], strict=True)}
+            )
+        replays = {caller: Replay(self._module.get_submodule(caller), chosen) for caller, chosen in parameters.items()}
+        self._rules.update({name: replays[caller] for name, caller in self._callers.items()})
+
+    def _find_caller(self, name: str) -> str | None:
+        path = name.split(".")
+        holders = [".".join(path[:length]) for length in range(len(path), -1, -1)]
+        return next((holder for holder in holders if self._can_replay(holder)), None)
+
+    def _can_replay(self, name: str) -> bool:
+        calls = self._recorder.calls.get(name, [])
+        return bool(calls) and all(call.inputs is not None for call in calls)
 
     def _finish_settling(self, recompute: Recompute | None) -> None:
-        if self.reasons and recompute is None:
-            raise next(iter(self.reasons.values()))
+        if self._moved and recompute is None:
+            raise self.reasons[self._moved[0]]
         seen: set[int] = set()
-        for name in self.reasons:  # a tied parameter counts once, for the first of its layers
+        for name in self._moved:  # a tied parameter counts once, for the first of its layers
             parameters = own_parameters(self._layers[name])
             self.selection[name] = tuple(own for own in self.selection[name] if id(parameters[own]) not in seen)
             seen |= {id(parameters[own]) for own in self.selection[name]}
         self.selection = {name: chosen for name, chosen in self.selection.items() if chosen}
-        self.reasons = {name: problem for name, problem in self.reasons.items() if name in self.selection}
-        if self.reasons:
+        self._moved = [name for name in self._moved if name in self.selection]
+        if self._moved:
             chosen = {
-                f"{name}.{own}" if name else own: own_parameters(self._layers[name])[own]
-                for name in self.reasons
-                for own in self.selection[name]
+                path: own_parameters(self._layers[name])[own]
+                for name in self._moved
+                for path, own in zip(_joined(name, self.selection[name]), self.selection[name], strict=True)
             }
             self._whole = WholeModule(self._module, chosen)
-        watched = {name: self._layers[name] for name in self.selection if name not in self.reasons}
-        self._recorder.watch(watched, whole_graph=False)
+        replayed = {self._callers[name] for name, rule in self._rules.items() if isinstance(rule, Replay)}
+        watched = replayed | {name for name, rule in self._rules.items() if not isinstance(rule, Replay)}
+        layers = {name: layer for name, layer in self._module.named_modules() if name in watched}
+        self._recorder.watch(layers, replayed=replayed, whole_graph=False)
         self._is_settled = True
 
     def _move_to_whole(self, name: str, problem: GradSimError, *, may_move: bool) -> None:
         # Once factors of a layer were handed out, others of another form cannot be compared with them.
         if not may_move:
             raise problem
-        self.reasons.setdefault(name, problem)
+        self.reasons[name] = problem
+        self._moved.append(name)
         self._rules.pop(name, None)
+
+    def _step(self, name: str) -> str:
+        if name in self._moved:
+            return "vmap(module)" if self._whole is None or self._whole.step == "vmap" else self._whole.step
+        rule = self._rules.get(name)
+        if isinstance(rule, Replay):
+            return rule.step
+        return "rule" if rule is not sampler_factors else "opacus"
 
     def _find_problems(self, losses: Tensor) -> Problems:
         """Calls of this forward that cannot be told apart by sample, by name of the layer."""
@@ -299,7 +340,9 @@ class PerSampleGradients:
         return problems
 
     def _hooked_calls(self) -> list[tuple[str, Call]]:
-        return [(name, call) for name in self._rules for call in self._recorder.calls.get(name, [])]
+        return [
+            (name, call) for name in self._rules for call in self._recorder.calls.get(self._callers.get(name, name), [])
+        ]
 
     def _from_hooks(
         self, losses: Tensor, weights: Tensor, scales: Tensor | None, *, retain: bool
@@ -307,41 +350,66 @@ class PerSampleGradients:
         """Factors of the weighted losses, divided by the scales."""
         calls, parts = self._hooked_calls(), dict[str, list[Factors]]()
         all_grads = self._recorder.output_grads([call for _, call in calls], losses, weights, retain=retain)
+        replayed: dict[int, Gradients] = {}
         for (name, call), grads in zip(calls, all_grads, strict=True):
-            unscaled = grads if grads is None or scales is None else scale_rows(grads, 1 / scales)
-            parts.setdefault(name, []).append(self._one_call(name, call, unscaled))
-        return {name: concatenate_positions(calls_of_layer) for name, calls_of_layer in parts.items()}
+            if grads is None:  # the losses do not depend on this output
+                grads = torch.zeros(call.output_shape, dtype=call.output_dtype, device=call.activations.device)
+            elif scales is not None:
+                grads = scale_rows(grads, 1 / scales)
+            rule = self._rules.get(name)
+            try:
+                if isinstance(rule, Replay):
+                    if id(call) not in replayed:
+                        replayed[id(call)] = rule.gradients(call, grads, len(losses))
+                    parts.setdefault(name, []).append(self._replayed(name, replayed[id(call)]))
+                elif rule is not None:
+                    parts.setdefault(name, []).append(self._by_rule(name, rule, call, grads))
+            except GradSimError as error:
+                named = type(error)(f"Layer `{name}`: {error}")
+                if not isinstance(rule, Replay):
+                    raise named from error
+                self._move_to_whole(name, named, may_move=not self._is_settled)
+        return {name: concatenate_positions(of_layer) for name, of_layer in parts.items() if name in self._rules}
 
     def _from_whole(self, recompute: Recompute | None, num_samples: int) -> dict[str, Factors]:
         if self._whole is None:
             return {}
         if recompute is None:
-            raise next(iter(self.reasons.values()))
+            raise self.reasons[self._moved[0]]
         try:
             gradients = self._whole.gradients(recompute, num_samples)
         except SampleMixingError as error:
             # What was found on the way here names the layer.
-            raise next((e for e in self.reasons.values() if isinstance(e, SampleMixingError)), error) from error
+            known = [self.reasons[name] for name in self._moved]
+            raise next((problem for problem in known if isinstance(problem, SampleMixingError)), error) from error
         return {
-            name: OuterFactors.from_gradients(
-                [gradients[f"{name}.{own}" if name else own] for own in self.selection[name]]
-            )
-            for name in self.reasons
+            name: OuterFactors.from_gradients([gradients[path] for path in _joined(name, self.selection[name])])
+            for name in self._moved
         }
 
-    def _one_call(self, name: str, call: Call, grads: Tensor | None) -> Factors:
-        if grads is None:  # the losses do not depend on this output
-            grads = torch.zeros(call.output_shape, dtype=call.output_dtype, device=call.activations.device)
+    def _by_rule(self, name: str, rule: Rule, call: Call, grads: Tensor) -> Factors:
         layer = self._layers[name]
-        try:
-            # Raised before the rule: a sum over positions in half precision would be off by per cents.
-            factors = self._rules[name](layer, raise_half(call.activations), raise_half(grads))
-        except GradSimError as error:
-            raise type(error)(f"Layer `{name}`: {error}") from error
+        # Raised before the rule: a sum over positions in half precision would be off by per cents.
+        factors = rule(layer, raise_half(call.activations), raise_half(grads))
         dtype = torch.promote_types(grads.dtype, torch.float32)
         if call.activations.is_floating_point():
             dtype = torch.promote_types(dtype, call.activations.dtype)
         return keep_parameters(layer, factors.to(dtype=dtype), tuple(own_parameters(layer)), self.selection[name])
 
+    def _replayed(self, name: str, gradients: Gradients) -> Factors:
+        inner = name[len(self._callers[name]) :].lstrip(".")
+        return OuterFactors.from_gradients([gradients[path] for path in _joined(inner, self.selection[name])])
+
     def _in_order(self, result: Mapping[str, Factors]) -> dict[str, Factors]:
         return {name: result[name] for name in self.selection if name in result}
+
+
+def _find_rule(name: str, layer: nn.Module) -> Rule | GradSimError:
+    try:
+        return find_sampler(layer) or find_rule(name or type(layer).__name__, layer)
+    except UnsupportedLayerError as error:
+        return error
+
+
+def _joined(name: str, inner: Sequence[str]) -> list[str]:
+    return [f"{name}.{each}" if name else each for each in inner]

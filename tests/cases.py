@@ -444,11 +444,11 @@ def ladder_case(name, make_body, inputs, steps, features, chosen=None, layers="a
 
 
 # Some builds of PyTorch let vmap follow an LSTM in float32.
-LSTM = {"layer": ("one at a time", "vmap")}
-ATTENTION = {"mix": "vmap", "mix.out_proj": "vmap"}
+LSTM = {"layer": ("one at a time", "vmap(layer)")}
+ATTENTION = {"mix": "vmap(layer)", "mix.out_proj": "vmap(layer)"}
 WEIGHT_NORM = ("bias", "parametrizations.weight.original0", "parametrizations.weight.original1")
 SPECTRAL_NORM = ("bias", "parametrizations.weight.original")
-ENCODER_LAYER = {"self_attn": "vmap", "self_attn.out_proj": "vmap"}
+ENCODER_LAYER = {"self_attn": "vmap(layer)", "self_attn.out_proj": "vmap(layer)"}
 ENCODER_RULES = dict.fromkeys(("linear1", "linear2", "norm1", "norm2"), "rule")
 
 
@@ -469,7 +469,7 @@ LADDER = (
         "attention-time-first",
         lambda: TimeFirst(trained(Attention())),
         normal(3, 4),
-        {f"layer.{name}": step for name, step in ATTENTION.items()},
+        {f"layer.{name}": "vmap(module)" for name in ATTENTION},
         12,
     ),
     ladder_case(
@@ -479,7 +479,7 @@ LADDER = (
         "encoder-time-first",
         lambda: TimeFirst(encoder_layer()),
         normal(3, 4),
-        {f"layer.{name}": "vmap" for name in ENCODER_LAYER | ENCODER_RULES},
+        {f"layer.{name}": "vmap(module)" for name in ENCODER_LAYER | ENCODER_RULES},
         12,
     ),
     ladder_case(
@@ -494,7 +494,7 @@ LADDER = (
         "weight-norm",
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)),
         normal(6),
-        {"": "vmap"},
+        {"": "vmap(layer)"},
         4,
         {"": WEIGHT_NORM},
     ),
@@ -502,17 +502,17 @@ LADDER = (
         "spectral-norm",
         lambda: nn.utils.parametrizations.spectral_norm(nn.Conv1d(2, 3, 3)),
         normal(2, 6),
-        {"": "vmap"},
+        {"": "vmap(layer)"},
         12,
         {"": SPECTRAL_NORM},
     ),
-    ladder_case("lora", lambda: Lora(6, 4), normal(6), {"": "vmap"}, 4),
-    ladder_case("own-layer", lambda: Squared(6), normal(6), {"": "vmap"}, 6),
-    ladder_case("bilinear", Bilinear, normal(3), {"pair": "vmap"}, 4),
-    ladder_case("conv-transpose", lambda: nn.ConvTranspose2d(2, 3, 2), normal(2, 2, 2), {"": "vmap"}, 27),
-    ladder_case("embedding-bag", Bags, indices(5), {"bag": "vmap"}, 4),
-    ladder_case("time-first", lambda: TimeFirst(nn.Linear(3, 4)), normal(5, 3), {"layer": "vmap"}, 20),
-    ladder_case("flattened", lambda: Flattened(nn.Linear(3, 4)), normal(5, 3), {"layer": "vmap"}, 20),
+    ladder_case("lora", lambda: Lora(6, 4), normal(6), {"": "vmap(layer)"}, 4),
+    ladder_case("own-layer", lambda: Squared(6), normal(6), {"": "vmap(layer)"}, 6),
+    ladder_case("bilinear", Bilinear, normal(3), {"pair": "vmap(layer)"}, 4),
+    ladder_case("conv-transpose", lambda: nn.ConvTranspose2d(2, 3, 2), normal(2, 2, 2), {"": "vmap(layer)"}, 27),
+    ladder_case("embedding-bag", Bags, indices(5), {"bag": "vmap(layer)"}, 4),
+    ladder_case("time-first", lambda: TimeFirst(nn.Linear(3, 4)), normal(5, 3), {"layer": "vmap(module)"}, 20),
+    ladder_case("flattened", lambda: Flattened(nn.Linear(3, 4)), normal(5, 3), {"layer": "vmap(module)"}, 20),
     *(
         ladder_case(
             f"instance-norm-{len(shape)}d",
@@ -527,7 +527,7 @@ LADDER = (
         "instance-norm-running",
         lambda: trained(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
         normal(3, 4),
-        {"": "vmap"},
+        {"": "vmap(layer)"},
         12,
     ),
     Case(
@@ -538,7 +538,7 @@ LADDER = (
         normal(3, 4),
         layers="all",
         names=("", "head", "body.1"),
-        steps={"": "vmap"},
+        steps={"": "vmap(layer)"},
     ),
     Case(
         "tied",
@@ -547,16 +547,16 @@ LADDER = (
         layers="all",
         names=("table", "head", "last"),
         chosen={"table": ("weight",), "head": ("bias",), "last": ("weight", "bias")},
-        steps={"table": "vmap", "head": "vmap"},
+        steps={"table": "vmap(module)", "head": "vmap(module)"},
     ),
-    Case("tied-head", Tied, indices(3), layers="head", names=("head",), steps={"head": "vmap"}),
+    Case("tied-head", Tied, indices(3), layers="head", names=("head",), steps={"head": "vmap(module)"}),
     Case(
         "used-outside",
         lambda outputs: UsedOutside(nn.Linear(6, outputs), nn.Linear(6, 6)),
         normal(6),
         layers="all",
         names=("head", "body"),
-        steps={"body": "vmap"},
+        steps={"body": "vmap(module)"},
     ),
     Case(
         "own-layer-sometimes-used",
@@ -564,7 +564,7 @@ LADDER = (
         flagged_normal(6),
         layers="all",
         names=("head", "body"),
-        steps={"body": "one at a time"},
+        steps={"body": "vmap(layer)"},
     ),
 )
 
@@ -594,7 +594,7 @@ PARTIAL = (
         "body.0.mix.in_proj_weight",
         ("body.0.mix",),
         chosen={"body.0.mix": ("in_proj_weight",)},
-        steps={"body.0.mix": "vmap"},
+        steps={"body.0.mix": "vmap(layer)"},
     ),
     Case("last-two", conv_net, normal(2, 4, 4), "last:2", ("body.0", "head")),
 )

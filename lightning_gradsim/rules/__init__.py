@@ -3,7 +3,7 @@
 from lightning_gradsim.rules import conv, embedding, linear, norm
 from lightning_gradsim.rules.gradients import keep_parameters, split_gradients
 from lightning_gradsim.rules.registry import Rule, find_rule, register_rule, registered_types
-from lightning_gradsim.rules.samplers import find_sampler
+from lightning_gradsim.rules.samplers import find_sampler, sampler_factors
 
 __all__ = [
     "Rule",
@@ -16,5 +16,6 @@ __all__ = [
     "norm",
     "register_rule",
     "registered_types",
+    "sampler_factors",
     "split_gradients",
 ]

@@ -1,6 +1,8 @@
 """The watcher leaves no trace, and refuses by name whatever could not be exact."""
 
 import copy
+import re
+from types import MethodType
 
 import pytest
 import torch
@@ -417,7 +419,12 @@ def test_batchnorm_in_eval_mixes_nothing():
 
 class Lora(nn.Linear):
     def forward(self, x):
-        return super().forward(x) + x.sum()
+        return super().forward(x) + x.sum(1, keepdim=True)
+
+
+class Centred(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
 
 
 class Renamed(nn.Linear):
@@ -426,7 +433,7 @@ class Renamed(nn.Linear):
 
 def replaced_forward():
     layer = linear()
-    layer.forward = lambda x: F.linear(x, layer.weight)
+    layer.forward = MethodType(lambda self, x: F.linear(x, self.weight), layer)
     return layer
 
 
@@ -436,45 +443,111 @@ def low_rank():
     return layer
 
 
-UNSUPPORTED = {
+WITHOUT_RULE = {
     "lora": (lambda: Lora(FEATURES, CLASSES), r"layer `fc` \(`Lora`\): it overrides `Linear.forward`"),
     "replaced forward": (replaced_forward, r"layer `fc` \(`Linear`\): it overrides `Linear.forward`"),
     "more parameters": (low_rank, r"layer `fc` \(`Linear`\): it trains `lora_A` instead of `weight` and `bias`"),
-    "weight norm": (
-        lambda: nn.utils.parametrizations.weight_norm(linear()),
-        r"layer `fc.*` \(`Parametri.*`\): ",
-    ),
-    "lstm": (lambda: nn.LSTM(FEATURES, CLASSES), r"layer `fc` \(`LSTM`\): its type has none"),
-    "attention": (
-        lambda: nn.MultiheadAttention(FEATURES, 1),
-        r"layer `fc` \(`MultiheadAttention`\): its type has none",
-    ),
+    "lstm": (lambda: nn.LSTM(FEATURES, CLASSES, batch_first=True), r"layer `fc` \(`LSTM`\): its type has none"),
     "bilinear": (lambda: nn.Bilinear(FEATURES, FEATURES, CLASSES), r"layer `fc` \(`Bilinear`\): its type has none"),
 }
 
 
-@pytest.mark.parametrize(("make", "words"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+@pytest.mark.parametrize(("make", "words"), WITHOUT_RULE.values(), ids=WITHOUT_RULE.keys())
 @pytest.mark.parametrize("layers", ["fc", "all", "last"])
-def test_layers_without_a_rule(make, words, layers):
+def test_layers_without_a_rule_run_again(make, words, layers):
     def forward(self, x):
         if isinstance(self.fc, nn.LSTM):
             return self.fc(x[:, None])[0][:, 0]
-        if isinstance(self.fc, nn.MultiheadAttention):
-            return self.fc(x[:, None], x[:, None], x[:, None])[0][:, 0, :CLASSES]
         return self.fc(x, x) if isinstance(self.fc, nn.Bilinear) else self.fc(x)
 
-    with pytest.raises(UnsupportedLayerError, match=r"No gradient rule for " + words) as caught:
-        factors(Free(forward, fc=make()), layers)
-    assert "Types with a rule: BatchNorm1d, " in str(caught.value)
-    assert "Use `PerSampleGradients.compute`, which needs none, register a rule" in str(caught.value)
+    module, (x, y) = Free(forward, fc=make()).eval(), batch()
+    with PerSampleGradients(module, layers) as gradients:
+        for _ in range(2):
+            with gradients.recording():
+                losses = F.cross_entropy(module(x), y, reduction="none")
+            found = gradients.factors(losses)["fc"]
+        assert gradients.steps["fc"] in ("vmap(layer)", "one at a time")
+        assert re.search(r"No gradient rule for " + words, str(gradients.reasons["fc"]))
+        assert "register a rule with `register_rule(" in str(gradients.reasons["fc"])
+    expected = one_sample_gradients(module, ("fc",), x, y, nn.CrossEntropyLoss(reduction="none"), torch.float32)
+    torch.testing.assert_close(squared_norms(found).sqrt(), expected.norms)
+
+
+@pytest.mark.parametrize("layers", ["fc", "last"])
+def test_a_layer_without_a_rule_that_mixes_samples(layers):
+    with pytest.raises(GradSimError, match=r"`fc`.*does not run on single samples: Samples taken alone do not have"):
+        factors(Free(lambda self, x: self.fc(x), fc=Centred(FEATURES, CLASSES)), layers)
+
+
+def test_the_lowest_layer_that_runs_again_needs_no_graph_inside():
+    seen = []
+
+    def forward(self, x):
+        hidden = self.low(x)
+        seen.append(hidden.grad_fn)
+        return self.fc(hidden.relu_())
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            seen.append(torch.is_grad_enabled())
+            return 2 * super().forward(x)
+
+    module, data = Free(forward, low=Doubled(FEATURES, FEATURES), fc=linear()), batch()
+    found = factors(module, "all", data, number=2)
+    # A replay of the first batch, then the forward of the second: without a graph, on to a leaf and its copy.
+    assert seen[-2 - seen[::-1].index(seen[-2])] is not None
+    expected = one_sample_gradients(module, ("low", "fc"), *data, nn.CrossEntropyLoss(reduction="none"), torch.float32)
+    total = sum(squared_norms(layer_factors) for layer_factors in found.values())
+    torch.testing.assert_close(total.sqrt(), expected.norms)
 
 
 def test_the_layer_inside_of_an_attention():
     module = Free(
-        lambda self, x: self.fc(self.mix(x, x, x)[0][:, 0]), mix=nn.MultiheadAttention(FEATURES, 1), fc=linear()
+        lambda self, x: self.fc(self.mix(x, x, x)[0][:, 0]),
+        mix=nn.MultiheadAttention(FEATURES, 1, batch_first=True),
+        fc=linear(),
     )
-    with pytest.raises(UnsupportedLayerError, match=r"`mix.out_proj` was not called.*as `nn.MultiheadAttention` does"):
-        factors(module, "mix.out_proj", batch(2, FEATURES))
+    x, y = batch(2, FEATURES)
+    [found] = factors(module, "mix.out_proj", (x, y), number=2).values()
+    expected = one_sample_gradients(
+        module, ("mix.out_proj",), x, y, nn.CrossEntropyLoss(reduction="none"), torch.float32
+    )
+    torch.testing.assert_close(squared_norms(found).sqrt(), expected.norms)
+
+
+def test_a_layer_used_by_a_parent_that_has_nothing_to_train():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x):
+            return F.linear(x, self.inner.weight, self.inner.bias)
+
+    module = Free(lambda self, x: self.fc(x), fc=Parent())
+    with pytest.raises(UnsupportedLayerError, match=r"`fc.inner` was not called.*Its parent uses the weight directly"):
+        factors(module, "fc.inner")
+
+
+def test_inputs_that_change_their_form():
+    """A mask that all samples share is told from one that each has of its own by the first batch."""
+
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x * mask)
+
+    module = Free(lambda self, x: self.fc(x, self.mask), fc=Masked(FEATURES, CLASSES))
+    module.mask = torch.rand(1, FEATURES)
+    with PerSampleGradients(module.eval()) as gradients:
+        for mask in (torch.rand(1, FEATURES), torch.rand(BATCH, FEATURES)):
+            x, y = batch()
+            module.mask = mask
+            with gradients.recording():
+                losses = F.cross_entropy(module(x), y, reduction="none")
+            if len(mask) == 1:
+                gradients.factors(losses)
+        with pytest.raises(UnsupportedLayerError, match=r"Layer `fc`: a `Masked` does not run on single.*mixes inputs"):
+            gradients.factors(losses)
 
 
 def test_a_subclass_that_keeps_the_forward_is_a_linear():
