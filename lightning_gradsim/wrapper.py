@@ -36,7 +36,9 @@ class _Call:
         self.output_shape = output.shape
         self.output_dtype = output.dtype
         # Taken inside the hook: an in-place activation that follows would move the saved output's place in the graph.
-        self.edge: GradientEdge = get_gradient_edge(output)
+        # Linear returns a view for inputs of rank 3 and more, and an in-place operation takes the node of a view out of
+        # the graph, but not that of its base.
+        self.edge: GradientEdge = get_gradient_edge(output if output._base is None else output._base)
 
 
 class PerSampleGradients:
@@ -196,9 +198,8 @@ class PerSampleGradients:
         activations = next((value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)), None)
         if activations is None or not isinstance(output, Tensor) or not output.requires_grad:
             return None
-        if output._is_view():
-            # Linear returns a view for inputs of rank 3 and more; an in-place activation on a view takes the view's own
-            # node out of the graph, and the edge with it.
+        if output._is_view() and not _is_reshaped(output):
+            # An in-place activation on a view takes the view's own node out of the graph, and the edge with it.
             output = output.clone()
         self._calls.setdefault(name, []).append(_Call(activations, output))
         return output
@@ -258,9 +259,10 @@ class PerSampleGradients:
         row = int(losses.detach().nan_to_num(0.0, 0.0, 0.0).argmax())
         others = torch.arange(len(losses), device=losses.device) != row
         only_one = (~others).to(losses.dtype)
-        for (name, _), grads in zip(calls, _output_grads(losses, only_one, calls, retain=True), strict=True):
+        for (name, call), grads in zip(calls, _output_grads(losses, only_one, calls, retain=True), strict=True):
             if grads is None:
                 continue
+            grads = grads.reshape(call.output_shape)
             self._rows_are_checked = self._rows_are_checked or bool(grads[row].any())
             # Not-a-number passes: the engine names the samples that caused it.
             if bool((grads[others].abs() > 0).any()):
@@ -274,6 +276,7 @@ class PerSampleGradients:
     def _one_call(self, name: str, call: _Call, grads: Tensor | None) -> Factors:
         if grads is None:  # the losses do not depend on this output
             grads = torch.zeros(call.output_shape, dtype=call.output_dtype, device=call.activations.device)
+        grads = grads.reshape(call.output_shape)
         try:
             factors = self._rules[name](self._layers[name], call.activations, grads)
         except GradSimError as error:
@@ -300,6 +303,12 @@ class PerSampleGradients:
                     f"The per-sample gradients of layer `{name}` do not sum to autograd's gradient. 1. Its weight is "
                     "also used outside the layer. 2. Its gradient rule is wrong. Leave the layer out of `layers`."
                 )
+
+
+def _is_reshaped(output: Tensor) -> bool:
+    """Whether a view is the whole of its base in another shape, so that gradients by the base are those by the view."""
+    base = output._base
+    return base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
 
 
 def _check_mixing(module: nn.Module) -> None:
