@@ -40,8 +40,10 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
     "losses": [(Adapter, "step")],
     "predictions": [(lightning_gradsim.adapter, "read_outcome")],
     "factors": [(PerSampleGradients, "factors")],
-    "norms": [(lightning_gradsim.engine, "squared_norms")],
-    "products": [(lightning_gradsim.engine, "dot")],
+    "products and norms": [
+        (lightning_gradsim.engine, "dot_and_squared_norms"),
+        (lightning_gradsim.engine, "squared_norms"),
+    ],
     "similarities": [(lightning_gradsim.engine, "compute_similarity")],
     "top-k": [(TopK, "update"), (TopK, "compute")],
     "statistics": [(SampleStatistics, "update"), (SampleStatistics, "compute")],

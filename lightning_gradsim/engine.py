@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.errors import LabelRangeError, NonFiniteError
-from lightning_gradsim.factors import Factors, concatenate_samples, dot, squared_norms
+from lightning_gradsim.factors import Factors, concatenate_samples, dot_and_squared_norms, squared_norms
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec
 from lightning_gradsim.report import InfluentialSample, QueryReport, SuspectTable, to_label
@@ -28,6 +28,8 @@ ForwardContext = Callable[[], AbstractContextManager[Any]]
 
 GROUP_SAMPLES = 1024
 """Training samples that are scored together."""
+SMALL_LAYER_ELEMENTS = 2**15
+"""Elements of a layer's factors for one batch beyond which they are not kept for a group: joining copies them."""
 GROUP_ELEMENTS = 2**23
 """Elements of factors (32 MiB in float32) beyond which a group is scored although it is smaller."""
 NUM_WITNESSES = 8
@@ -144,29 +146,45 @@ def run_pass(
     return PassResult(names, reports, suspects, queries is not None and queries.has_teachers, len(suspects))
 
 
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    """A batch, or several joined, of which some layers are scored and some wait for others like them."""
+
+    ids: Tensor
+    step: Step
+    waiting: Mapping[str, Factors]
+    products: Tensor | None  # [M or 2 M, B], the sum over the layers scored
+    squared_norms: Tensor | None  # [B]
+
+
 class _Scorer:
-    """Scores training samples in groups of batches: for small ones, calls cost more than what they compute."""
+    """Scores training samples; small layers in groups of batches, as their calls cost more than what they compute."""
 
     def __init__(self, queries: _QuerySide | None, settings: EngineSettings) -> None:
         self.top = TopK(max(settings.top_k, NUM_WITNESSES))
         self._queries = queries
         self._similarity = settings.similarity
         self._statistics = SampleStatistics()
-        self._waiting: list[tuple[Tensor, Step, dict[str, Factors]]] = []
+        self._waiting: list[_Scored] = []
+        self._num_waiting = self._num_elements = 0
         self._form: object = None
 
     def update(self, ids: Tensor, step: Step, train: dict[str, Factors]) -> None:
         """Take in a batch."""
-        form = (step.logits.shape[1:], step.targets.shape[1:], [(n, f.num_positions) for n, f in train.items()])
+        small = {name: factors for name, factors in train.items() if factors.num_elements <= SMALL_LAYER_ELEMENTS}
+        positions = [(name, type(factors), factors.num_positions) for name, factors in small.items()]
+        form = (step.logits.shape[1:], step.targets.shape[1:], positions, len(small) < len(train))
         if form != self._form:
             self._flush()
         self._form = form
+        large = {name: factors for name, factors in train.items() if name not in small}
         # Detached: a step that waits must not keep its graph.
         logits, losses = step.logits.detach(), step.losses.detach()
-        self._waiting.append((ids, Step(logits, step.targets, losses, step.task, step.are_probabilities), train))
-        num_waiting = sum(len(waiting_ids) for waiting_ids, _, _ in self._waiting)
-        size = sum(factors.num_elements for factors in train.values()) * len(self._waiting)
-        if num_waiting >= GROUP_SAMPLES or size >= GROUP_ELEMENTS:
+        step = Step(logits, step.targets, losses, step.task, step.are_probabilities)
+        self._waiting.append(_Scored(ids, step, small, *self._score(large)))
+        self._num_waiting += len(ids)
+        self._num_elements += sum(factors.num_elements for factors in small.values())
+        if self._num_waiting >= GROUP_SAMPLES or self._num_elements >= GROUP_ELEMENTS:
             self._flush()
 
     def compute_suspects(self) -> SuspectTable:
@@ -174,22 +192,38 @@ class _Scorer:
         self._flush()
         return self._statistics.compute()
 
+    def _score(self, train: Mapping[str, Factors]) -> tuple[Tensor | None, Tensor | None]:
+        """Products with all queries and squared norms, summed over layers."""
+        queries = {} if self._queries is None else self._queries.factors
+        products, norms = [], []
+        for name, factors in train.items():
+            if name in queries:
+                layer_products, layer_norms = dot_and_squared_norms(queries[name], factors)
+                products.append(layer_products)
+                norms.append(layer_norms)
+            else:
+                norms.append(squared_norms(factors))
+        return _sum(products), _sum(norms)
+
     def _flush(self) -> None:
         if not self._waiting:
             return
-        all_ids, steps, parts = zip(*self._waiting, strict=True)
-        self._waiting.clear()
-        ids, train, first = torch.cat(all_ids), _join(parts), steps[0]
+        group, self._waiting = self._waiting, []
+        self._num_waiting = self._num_elements = 0
+        products, norms = self._score(_join([part.waiting for part in group]) if group[0].waiting else {})
+        products = _sum([products, _cat([part.products for part in group])])
+        norms = _sum([norms, _cat([part.squared_norms for part in group])])
+        assert norms is not None  # there is at least one layer
+        ids, first = torch.cat([part.ids for part in group]), group[0].step
         step = Step(
-            torch.cat([step.logits for step in steps]),
-            torch.cat([step.targets for step in steps]),
-            torch.cat([step.losses for step in steps]),
+            torch.cat([part.step.logits for part in group]),
+            torch.cat([part.step.targets for part in group]),
+            torch.cat([part.step.losses for part in group]),
             first.task,
             first.are_probabilities,
         )
-        norms = _total(squared_norms(factors) for factors in train.values())
-        if self._queries is not None:
-            self.top.update(_scores(self._queries, train, norms, self._similarity), ids.to(norms.device))
+        if self._queries is not None and products is not None:
+            self.top.update(_scores(self._queries, products, norms, self._similarity), ids.to(norms.device))
         has_classes = step.task is not Task.REGRESSION
         self._statistics.update(ids, norms, step.losses, step.outcome, has_classes=has_classes)
 
@@ -238,7 +272,7 @@ def _prepare_queries(
     has_teachers = len(predicted) == len(given)
     parts = given + predicted if has_teachers else given
     factors = _join(parts)
-    norms = _total(squared_norms(layer_factors) for layer_factors in factors.values())
+    norms = reduce(torch.add, [squared_norms(layer_factors) for layer_factors in factors.values()])
     if not bool(norms.isfinite().all()):
         raise NonFiniteError(
             "The gradient of a query is not finite, although its loss is. Nothing is scored. Check the layers above "
@@ -247,9 +281,8 @@ def _prepare_queries(
     return _QuerySide(positions, reports, label_probabilities, factors, norms, has_teachers)
 
 
-def _scores(queries: _QuerySide, train: Mapping[str, Factors], norms: Tensor, similarity: Similarity) -> Tensor:
+def _scores(queries: _QuerySide, products: Tensor, norms: Tensor, similarity: Similarity) -> Tensor:
     """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
-    products = _total(dot(factors, train[name]) for name, factors in queries.factors.items())
     num_queries = len(queries.positions)
     given, given_norms = products[:num_queries], queries.squared_norms[:num_queries]
     rows = [
@@ -324,13 +357,21 @@ def _join(parts: Sequence[Mapping[str, Factors]]) -> dict[str, Factors]:
     sizes = [next(iter(part.values())).num_samples for part in parts]
     # A layer that the first queries did not use may be in the parts of later ones only.
     return {
-        name: concatenate_samples([part.get(name, some.unused(size)) for part, size in zip(parts, sizes, strict=True)])
+        name: concatenate_samples(
+            [part[name] if name in part else some.unused(size) for part, size in zip(parts, sizes, strict=True)]
+        )
         for name, some in known.items()
     }
 
 
-def _total(per_layer: Iterable[Tensor]) -> Tensor:
-    return reduce(torch.add, per_layer)
+def _sum(values: Sequence[Tensor | None]) -> Tensor | None:
+    present = [value for value in values if value is not None]
+    return reduce(torch.add, present) if present else None
+
+
+def _cat(values: Sequence[Tensor | None]) -> Tensor | None:
+    present = [value for value in values if value is not None]
+    return torch.cat(present, dim=-1) if present else None
 
 
 def _rows(factors: Mapping[str, Factors], rows: Tensor) -> dict[str, Factors]:

@@ -39,7 +39,9 @@ class Call:
         self.output_shape = output.shape
         self.output_dtype = output.dtype
         # Taken inside the hook: an in-place activation that follows would move the saved output's place in the graph.
-        self.edge: GradientEdge = get_gradient_edge(output)
+        # Linear returns a view for inputs of rank 3 and more, and an in-place operation takes the node of a view out of
+        # the graph, but not that of its base.
+        self.edge: GradientEdge = get_gradient_edge(output if output._base is None else output._base)
 
 
 class Recorder:
@@ -128,7 +130,9 @@ class Recorder:
         found: Sequence[Tensor | None] = torch.autograd.grad(
             losses, [call.edge for call in calls], weights, retain_graph=retain, allow_unused=True
         )
-        return list(found)
+        return [
+            None if grad is None else grad.reshape(call.output_shape) for grad, call in zip(found, calls, strict=True)
+        ]
 
     def find_scales(self, calls: Sequence[Call], losses: Tensor) -> Tensor | None:
         """Weights under which float16 gradients neither vanish nor overflow, sample by sample.
@@ -176,9 +180,9 @@ class Recorder:
             first = first.detach().requires_grad_()
         if not first.requires_grad:
             return None
-        if first._is_view() or first.is_leaf:
-            # Linear returns a view for inputs of rank 3 and more; an in-place activation on a view takes the view's own
-            # node out of the graph, and the edge with it. On a leaf it is forbidden.
+        if (first._is_view() and not _is_reshaped(first)) or first.is_leaf:
+            # An in-place activation on a view takes the view's own node out of the graph, and the edge with it; on a
+            # leaf it is forbidden.
             first = first.clone()
         inputs = (args, kwargs) if name in self._replayed else None
         self.calls.setdefault(name, []).append(Call(activations, first, inputs))
@@ -186,3 +190,9 @@ class Recorder:
             return first
         items = [first, *output[1:]]
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+
+
+def _is_reshaped(output: Tensor) -> bool:
+    """Whether a view is the whole of its base in another shape, so that gradients by the base are those by the view."""
+    base = output._base
+    return base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()

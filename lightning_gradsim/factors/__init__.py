@@ -10,12 +10,14 @@ The gradient of sample ``n`` for the layer's weight is ``sum_t output_grads[n, t
 
 from lightning_gradsim.factors.indexed import IndexedFactors
 from lightning_gradsim.factors.outer import OuterFactors
+from lightning_gradsim.factors.patches import PatchFactors, Window
 from lightning_gradsim.factors.products import (
     MAX_INTERMEDIATE,
     Factors,
     concatenate_positions,
     concatenate_samples,
     dot,
+    dot_and_squared_norms,
     squared_norms,
     uses_gram,
 )
@@ -25,9 +27,12 @@ __all__ = [
     "Factors",
     "IndexedFactors",
     "OuterFactors",
+    "PatchFactors",
+    "Window",
     "concatenate_positions",
     "concatenate_samples",
     "dot",
+    "dot_and_squared_norms",
     "squared_norms",
     "uses_gram",
 ]

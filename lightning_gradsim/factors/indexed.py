@@ -12,6 +12,21 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
+class Entries:
+    """Rows of gradients that are not zero.
+
+    Attributes:
+        rows: Row of the table, int64 ``[e]``, rising.
+        samples: Sample, int64 ``[e]``.
+        grads: Gradient of this sample for this row, ``[e, o]``.
+    """
+
+    rows: Tensor
+    samples: Tensor
+    grads: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class IndexedFactors:
     """The gradients of a table of which every position uses one row.
 
@@ -49,18 +64,21 @@ class IndexedFactors:
         return self.num_rows * self.output_grads.shape[2]
 
     @cached_property
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """The rows that any sample uses, rising, int64 ``[r]``, and every sample's gradient for them, ``[r, n, o]``."""
-        used, places = self.indices.unique(return_inverse=True)
-        grads = self.output_grads.new_zeros(len(used), self.num_samples, self.output_grads.shape[2])
-        samples = torch.arange(self.num_samples, device=places.device)[:, None].expand_as(places)
-        return used, grads.index_put_((places, samples), self.output_grads, accumulate=True)
+    def entries(self) -> Entries:
+        """What is not zero, sorted by row and then by sample."""
+        count = max(self.num_samples, 1)
+        samples = torch.arange(self.num_samples, device=self.indices.device)[:, None]
+        keys, places = (self.indices * count + samples).flatten().unique(return_inverse=True)
+        # Positions of one sample that use the same row are summed.
+        grads = self.output_grads.new_zeros(len(keys), self.output_grads.shape[2])
+        grads.index_add_(0, places, self.output_grads.flatten(0, 1))
+        return Entries(torch.div(keys, count, rounding_mode="floor"), keys % count, grads)
 
     def materialise(self) -> Tensor:
         """Dense gradients ``[n, rows, o]``."""
-        used, grads = self.rows
-        dense = grads.new_zeros(self.num_samples, self.num_rows, grads.shape[2])
-        dense[:, used] = grads.transpose(0, 1)
+        entries = self.entries
+        dense = entries.grads.new_zeros(self.num_samples, self.num_rows, entries.grads.shape[1])
+        dense[entries.samples, entries.rows] = entries.grads
         return dense
 
     def samples(self, index: slice | Tensor) -> IndexedFactors:
@@ -101,34 +119,31 @@ def indexed_dot(queries: IndexedFactors, train: IndexedFactors, max_intermediate
     """Dot products ``[m, n]`` over the rows that both touch: ``O(m n s o)`` time at most.
 
     Args:
-        queries: Factors of ``m`` samples; their gradients by row are computed once and kept.
+        queries: Factors of ``m`` samples; their entries are sorted once and kept.
         train: Factors of ``n`` samples of the same layer.
         max_intermediate: Elements that one intermediate tensor may have.
 
     Returns:
         Products, shape ``[m, n]``.
     """
-    used, grads = queries.rows
-    flat = train.indices.flatten()
-    place = torch.searchsorted(used, flat).clamp(max=max(len(used) - 1, 0))
-    shared = (used[place] == flat).nonzero().flatten() if len(used) else flat[:0]
-    samples = torch.div(shared, max(train.num_positions, 1), rounding_mode="floor")
-    products = grads.new_zeros(train.num_samples, queries.num_samples)
-    chunk = max(1, max_intermediate // max(1, queries.num_samples * grads.shape[2]))
+    ours, theirs = queries.entries, train.entries
+    first = torch.searchsorted(ours.rows, theirs.rows)
+    counts = torch.searchsorted(ours.rows, theirs.rows, right=True) - first
+    products = ours.grads.new_zeros(queries.num_samples * train.num_samples)
+    shared = counts.nonzero().flatten()
+    # A row has at most one entry of every query.
+    chunk = max(1, max_intermediate // max(1, queries.num_samples * ours.grads.shape[1]))
     for part in shared.split(chunk):
-        by_query = grads[place[part]] @ train.output_grads.flatten(0, 1)[part][:, :, None]  # [p, m, 1]
-        products.index_add_(0, samples[: len(part)], by_query[..., 0])
-        samples = samples[len(part) :]
-    return products.T
+        right = part.repeat_interleave(counts[part])  # every entry of `theirs`, once for each of `ours` in its row
+        starts = counts[part].cumsum(0) - counts[part]
+        left = torch.arange(len(right), device=right.device) + (first[part] - starts).repeat_interleave(counts[part])
+        values = (ours.grads[left] * theirs.grads[right]).sum(1)
+        products.index_add_(0, ours.samples[left] * train.num_samples + theirs.samples[right], values)
+    return products.view(queries.num_samples, train.num_samples)
 
 
 def indexed_squared_norms(factors: IndexedFactors) -> Tensor:
     """Squared norms ``[n]``: positions of one sample that use the same row are summed first."""
-    used, places = factors.indices.unique(return_inverse=True)
-    samples = torch.arange(factors.num_samples, device=places.device)[:, None]
-    keys, inverse = (samples * max(len(used), 1) + places).flatten().unique(return_inverse=True)
-    grads = factors.output_grads.new_zeros(len(keys), factors.output_grads.shape[2])
-    grads.index_add_(0, inverse, factors.output_grads.flatten(0, 1))
-    norms = grads.new_zeros(factors.num_samples)
-    owners = torch.div(keys, max(len(used), 1), rounding_mode="floor")
-    return norms.index_add_(0, owners, grads.square().sum(1))
+    entries = factors.entries
+    norms = entries.grads.new_zeros(factors.num_samples)
+    return norms.index_add_(0, entries.samples, entries.grads.square().sum(1))

@@ -2,13 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A part of materialised per-sample gradients.
+
+    Attributes:
+        rows: Which samples.
+        columns: Which parameters, in the order of ``flat``.
+        gradients: Their gradients, ``[rows, columns]``.
+    """
+
+    rows: slice
+    columns: slice
+    gradients: Tensor
+
+    def moved(self, by: int) -> Block:
+        """The same block where the samples are those from ``by`` on."""
+        return replace(self, rows=slice(self.rows.start + by, self.rows.stop + by))
+
+
+class Materialisable(Protocol):
+    """Factors whose gradients can be had in blocks."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples ``n``."""
+        ...
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters ``p`` that the gradient covers."""
+        ...
+
+    def blocks(self, max_elements: int) -> Iterator[Block]:
+        """Blocks that together are all gradients."""
+        ...
+
+
+def fill_flat(factors: Materialisable, like: Tensor, max_elements: int = 2**22) -> Tensor:
+    """All materialised gradients ``[n, p]``.
+
+    Args:
+        factors: Factors of ``n`` samples.
+        like: A tensor of the dtype and on the device of the gradients.
+        max_elements: Elements of one block.
+
+    Returns:
+        The gradients of the weight, then those of the bias.
+    """
+    flat = like.new_empty(factors.num_samples, factors.num_parameters)
+    for block in factors.blocks(max_elements):
+        flat[block.rows, block.columns] = block.gradients
+    return flat
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +106,21 @@ class OuterFactors:
         return self.output_grads.shape[1]
 
     @property
+    def num_groups(self) -> int:
+        """Number of channel groups ``g``."""
+        return self.output_grads.shape[2]
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of output features ``o``."""
+        return self.output_grads.shape[3]
+
+    @property
+    def outer(self) -> OuterFactors:
+        """Themselves; other factors of an outer product are brought into this form."""
+        return self
+
+    @property
     def num_elements(self) -> int:
         """Elements of both factors."""
         return self.output_grads.numel() + (0 if self.activations is None else self.activations.numel())
@@ -76,6 +146,42 @@ class OuterFactors:
         if self.bias:
             parts.append(by_output.sum(-1, keepdim=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """Materialised per-sample gradients ``[n, p]``: all of the weight, then all of the bias."""
+        if self.activations is None and self.num_positions == 1:
+            return self.output_grads.flatten(1)
+        return fill_flat(self, self.output_grads)
+
+    def blocks(self, max_elements: int) -> Iterator[Block]:
+        """The parts of ``flat``, each with at most so many elements where a sample's gradient allows.
+
+        A block holds some of the outputs of all samples rather than all outputs of some: what it is multiplied with is
+        then read once.
+
+        Args:
+            max_elements: Elements that a block should have at most.
+
+        Yields:
+            The blocks.
+        """
+        rows, weights = slice(0, self.num_samples), 0
+        if self.activations is not None:
+            groups, outputs, inputs = self.num_groups, self.num_outputs, self.activations.shape[-1]
+            weights = groups * outputs * inputs
+            step = min(outputs, max(1, max_elements // max(1, self.num_samples * inputs)))
+            for group in range(groups):
+                by_output = self.output_grads[:, :, group].transpose(1, 2)  # [n, o, t]
+                activations = self.activations[:, :, group]  # [n, t, i]
+                for start in range(0, outputs, step):
+                    stop = min(start + step, outputs)
+                    part = torch.bmm(by_output[:, start:stop], activations)  # [n, some o, i]
+                    first = group * outputs * inputs
+                    yield Block(rows, slice(first + start * inputs, first + stop * inputs), part.flatten(1))
+        if self.bias:
+            grads = self.output_grads[:, 0] if self.num_positions == 1 else self.output_grads.sum(1)
+            yield Block(rows, slice(weights, self.num_parameters), grads.flatten(1))
 
     def summed(self) -> OuterFactors:
         """The sum over samples, as one sample with all positions."""

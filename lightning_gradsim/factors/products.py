@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_gradsim.factors.indexed import IndexedFactors, indexed_dot, indexed_squared_norms
 from lightning_gradsim.factors.outer import OuterFactors
+from lightning_gradsim.factors.patches import PatchFactors
 
-Factors = OuterFactors | IndexedFactors
+Factors = OuterFactors | PatchFactors | IndexedFactors
 """What a rule may return."""
 
 MAX_INTERMEDIATE = 2**24
 """Elements of one intermediate tensor (64 MiB in float32): larger products are computed in chunks of samples."""
+CPU_BLOCK = 2**20
+"""Elements of materialised gradients at once on the CPU (4 MiB in float32): they are read back from its caches, and
+the allocator hands out the same pages again and again."""
 
 
 def concatenate_positions(parts: Sequence[Factors]) -> Factors:
@@ -28,7 +32,11 @@ def concatenate_positions(parts: Sequence[Factors]) -> Factors:
     Returns:
         Factors with ``t`` the sum of the parts' positions.
     """
-    return parts[0] if len(parts) == 1 else type(parts[0]).concatenate_positions(parts)  # type: ignore[arg-type]
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], IndexedFactors):
+        return IndexedFactors.concatenate_positions([part for part in parts if isinstance(part, IndexedFactors)])
+    return OuterFactors.concatenate_positions(_all_outer(parts))
 
 
 def concatenate_samples(parts: Sequence[Factors]) -> Factors:
@@ -42,7 +50,14 @@ def concatenate_samples(parts: Sequence[Factors]) -> Factors:
     Returns:
         Factors with ``n`` the sum of the parts' samples and ``t`` the longest of theirs.
     """
-    return parts[0] if len(parts) == 1 else type(parts[0]).concatenate_samples(parts)  # type: ignore[arg-type]
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], IndexedFactors):
+        return IndexedFactors.concatenate_samples([part for part in parts if isinstance(part, IndexedFactors)])
+    patches = [part for part in parts if isinstance(part, PatchFactors)]
+    if len(patches) == len(parts) and len({part.images.shape[1:] for part in patches}) == 1:
+        return PatchFactors.concatenate_samples(patches)
+    return OuterFactors.concatenate_samples(_all_outer(parts))
 
 
 def dot(queries: Factors, train: Factors, *, max_intermediate: int = MAX_INTERMEDIATE) -> Tensor:
@@ -65,18 +80,11 @@ def dot(queries: Factors, train: Factors, *, max_intermediate: int = MAX_INTERME
     if isinstance(queries, IndexedFactors) or isinstance(train, IndexedFactors):
         assert isinstance(queries, IndexedFactors)  # one layer has one kind of factors
         assert isinstance(train, IndexedFactors)
-        return indexed_dot(queries, train, max_intermediate)
-    if uses_gram(queries, train):
-        per_sample = queries.num_samples * queries.num_positions * train.num_positions * train.output_grads.shape[2]
-        product = _gram
-    else:
-        per_sample = train.num_parameters
-        product = _materialised
-    chunk = max(1, max_intermediate // max(1, per_sample))
-    if chunk >= train.num_samples:
-        return product(queries, train)
-    starts = range(0, train.num_samples, chunk)
-    return torch.cat([product(queries, train.samples(slice(start, start + chunk))) for start in starts], dim=1)
+        return indexed_dot(queries, train, block_elements(train.output_grads.device, max_intermediate))
+    if not uses_gram(queries, train):
+        return _materialised(queries, train, max_intermediate)[0]
+    per_sample = queries.num_samples * queries.num_positions * train.num_positions * train.num_groups
+    return _in_chunks(lambda part: _gram(queries.outer, part.outer), train, per_sample, max_intermediate)
 
 
 def squared_norms(factors: Factors, *, max_intermediate: int = MAX_INTERMEDIATE) -> Tensor:
@@ -94,25 +102,36 @@ def squared_norms(factors: Factors, *, max_intermediate: int = MAX_INTERMEDIATE)
     """
     if isinstance(factors, IndexedFactors):
         return indexed_squared_norms(factors)
-    positions, groups, outputs = factors.output_grads.shape[1:]
-    inputs = factors.num_inputs
+    positions, inputs, outputs = factors.num_positions, factors.num_inputs, factors.num_outputs
     if positions == 1:
-        grads = factors.output_grads[:, 0]  # [n, g, o]
-        scale: Tensor | int = int(factors.bias)
-        if factors.activations is not None:
-            scale = factors.activations[:, 0].square().sum(-1) + int(factors.bias)  # [n, g]
-        return (grads.square().sum(-1) * scale).sum(-1)
-    gram = positions * (inputs + outputs) < inputs * outputs
-    per_sample = groups * positions**2 if gram else factors.num_parameters
-    chunk = max(1, max_intermediate // max(1, per_sample))
-    norms = []
-    for start in range(0, max(1, factors.num_samples), chunk):
-        part = factors.samples(slice(start, start + chunk))
-        norms.append(_gram_norms(part) if gram else part.gradients.square().sum((1, 2, 3)))
-    return torch.cat(norms)
+        return _one_position_norms(factors.outer)
+    if positions * (inputs + outputs) < inputs * outputs:
+        per_sample = factors.num_groups * positions**2
+        return _in_chunks(lambda part: _gram_norms(part.outer), factors, per_sample, max_intermediate)
+    return _materialised(None, factors, max_intermediate)[1]
 
 
-def uses_gram(queries: OuterFactors, train: OuterFactors) -> bool:
+def dot_and_squared_norms(
+    queries: Factors, train: Factors, *, max_intermediate: int = MAX_INTERMEDIATE
+) -> tuple[Tensor, Tensor]:
+    """``dot`` and the ``squared_norms`` of the training samples, whose gradients are materialised at most once.
+
+    Args:
+        queries: Factors of ``m`` samples. Their materialised gradients are computed once and kept.
+        train: Factors of ``n`` samples of the same layer.
+        max_intermediate: Elements that one intermediate tensor may have.
+
+    Returns:
+        Products ``[m, n]`` and squared norms ``[n]``.
+    """
+    is_indexed = isinstance(queries, IndexedFactors) or isinstance(train, IndexedFactors)
+    if is_indexed or uses_gram(queries, train):  # type: ignore[arg-type]
+        products = dot(queries, train, max_intermediate=max_intermediate)
+        return products, squared_norms(train, max_intermediate=max_intermediate)
+    return _materialised(queries, train, max_intermediate)  # type: ignore[arg-type]
+
+
+def uses_gram(queries: OuterFactors | PatchFactors, train: OuterFactors | PatchFactors) -> bool:
     """Whether the Gram identity takes fewer operations than materialising for these sizes.
 
     Args:
@@ -122,11 +141,64 @@ def uses_gram(queries: OuterFactors, train: OuterFactors) -> bool:
     Returns:
         ``True`` for ``gram``, ``False`` for ``materialise``.
     """
-    outputs, inputs = train.output_grads.shape[-1], train.num_inputs
+    outputs, inputs = train.num_outputs, train.num_inputs
     pairs = queries.num_samples * train.num_samples
     gram = pairs * queries.num_positions * train.num_positions * (inputs + outputs)
     materialise = (train.num_samples * train.num_positions + pairs) * inputs * outputs
     return gram <= materialise
+
+
+def block_elements(device: torch.device, max_intermediate: int = MAX_INTERMEDIATE) -> int:
+    """Elements of materialised gradients that are worked on at once.
+
+    Args:
+        device: Where the gradients are.
+        max_intermediate: Elements that one intermediate tensor may have.
+
+    Returns:
+        At most ``max_intermediate``, less where smaller blocks are quicker.
+    """
+    return min(max_intermediate, CPU_BLOCK) if device.type == "cpu" else max_intermediate
+
+
+def _all_outer(parts: Sequence[Factors]) -> list[OuterFactors]:
+    return [part.outer for part in parts if not isinstance(part, IndexedFactors)]
+
+
+def _in_chunks(
+    compute: Callable[[OuterFactors | PatchFactors], Tensor],
+    factors: OuterFactors | PatchFactors,
+    per_sample: int,
+    max_intermediate: int,
+) -> Tensor:
+    """Values whose last dimension is the samples, so many of them at a time that an intermediate stays in bounds."""
+    chunk = max(1, max_intermediate // max(1, per_sample))
+    if chunk >= factors.num_samples:
+        return compute(factors)
+    starts = range(0, factors.num_samples, chunk)
+    return torch.cat([compute(factors.samples(slice(start, start + chunk))) for start in starts], dim=-1)
+
+
+def _materialised(
+    queries: OuterFactors | PatchFactors | None, train: OuterFactors | PatchFactors, max_intermediate: int
+) -> tuple[Tensor, Tensor]:
+    """Products ``[m, n]`` (``[0, n]`` without queries) and squared norms ``[n]``, block by block of the gradients."""
+    like = train.output_grads
+    flat = like.new_empty(0, train.num_parameters) if queries is None else queries.flat
+    products, norms = like.new_zeros(len(flat), train.num_samples), like.new_zeros(train.num_samples)
+    for block in train.blocks(block_elements(like.device, max_intermediate)):
+        products[:, block.rows].addmm_(flat[:, block.columns], block.gradients.T)
+        # Quicker than the sum of the squares, which would be written out first.
+        norms[block.rows] += torch.linalg.vector_norm(block.gradients, dim=1).square()
+    return products, norms
+
+
+def _one_position_norms(factors: OuterFactors) -> Tensor:
+    grads = factors.output_grads[:, 0]  # [n, g, o]
+    scale: Tensor | int = int(factors.bias)
+    if factors.activations is not None:
+        scale = factors.activations[:, 0].square().sum(-1) + int(factors.bias)  # [n, g]
+    return (grads.square().sum(-1) * scale).sum(-1)
 
 
 def _gram(queries: OuterFactors, train: OuterFactors) -> Tensor:
@@ -141,13 +213,11 @@ def _gram(queries: OuterFactors, train: OuterFactors) -> Tensor:
 
 
 def _pairs(left: Tensor, right: Tensor) -> Tensor:
+    if left.shape[1] == left.shape[2] == right.shape[1] == 1:
+        return (left[:, 0, 0] @ right[:, 0, 0].T)[None]
     rows = left.permute(2, 0, 1, 3).flatten(1, 2)  # [g, m t, f]
     columns = right.permute(2, 0, 1, 3).flatten(1, 2)  # [g, n s, f]
     return rows @ columns.transpose(1, 2)
-
-
-def _materialised(queries: OuterFactors, train: OuterFactors) -> Tensor:
-    return queries.gradients.flatten(1) @ train.gradients.flatten(1).T
 
 
 def _gram_norms(factors: OuterFactors) -> Tensor:

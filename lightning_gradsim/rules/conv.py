@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gradsim.factors import OuterFactors
+from lightning_gradsim.factors import Factors, OuterFactors, PatchFactors, Window
 from lightning_gradsim.rules.registry import register_rule
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def conv_factors(layer: nn.Module, activations: Tensor, output_grads: Tensor) -> OuterFactors:
+def conv_factors(layer: nn.Module, activations: Tensor, output_grads: Tensor) -> Factors:
     """Every output pixel is a shared position; its input features are the patch under the kernel.
 
     Args:
@@ -22,37 +22,27 @@ def conv_factors(layer: nn.Module, activations: Tensor, output_grads: Tensor) ->
         Factors with the layer's channel groups; a frozen weight or bias drops out.
     """
     assert isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))  # the registry hands over nothing else
-    grads = output_grads.flatten(2).unflatten(1, (layer.groups, -1))  # [n, g, o, t]
-    return OuterFactors(
-        _patches(layer, activations) if layer.weight.requires_grad else None,
-        grads.permute(0, 3, 1, 2),
-        bias=layer.bias is not None and layer.bias.requires_grad,
-    )
+    bias = layer.bias is not None and layer.bias.requires_grad
+    if not layer.weight.requires_grad:
+        grads = output_grads.flatten(2).unflatten(1, (layer.groups, -1))  # [n, g, o, t]
+        return OuterFactors(None, grads.permute(0, 3, 1, 2), bias)
+    images, padding = _pad(layer, activations)
+    window = Window(layer.kernel_size, layer.stride, padding, layer.dilation, layer.groups)
+    return PatchFactors(images, output_grads, window, bias)
 
 
-def _patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, activations: Tensor) -> Tensor:
-    """Patches ``[n, t, g, i]``, the input features in the order of the layer's weight."""
-    num_dims = len(layer.kernel_size)
-    patches = _pad(layer, activations)
-    for dim, (size, step, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True), 2):
-        windows = patches.unfold(dim, dilation * (size - 1) + 1, step)
-        patches = windows[..., ::dilation]
-    patches = patches.unflatten(1, (layer.groups, -1))  # [n, g, c, *out, *kernel]
-    out = range(3, 3 + num_dims)
-    kernel = range(3 + num_dims, 3 + 2 * num_dims)
-    patches = patches.permute(0, *out, 1, 2, *kernel)  # [n, *out, g, c, *kernel]
-    unfolded: Tensor = patches.flatten(2 + num_dims).flatten(1, num_dims)
-    return unfolded
-
-
-def _pad(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, activations: Tensor) -> Tensor:
-    sides: list[int] = []
-    for dim in reversed(range(len(layer.kernel_size))):
-        if isinstance(layer.padding, str):
-            total = layer.dilation[dim] * (layer.kernel_size[dim] - 1) if layer.padding == "same" else 0
-            sides += [total // 2, total - total // 2]
-        else:
-            sides += [layer.padding[dim], layer.padding[dim]]
-    if not any(sides):
-        return activations
-    return F.pad(activations, sides, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
+def _pad(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, activations: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The input, padded where its padding is more than equally many zeros on both sides, and those zeros."""
+    none = (0,) * len(layer.kernel_size)
+    if layer.padding == "valid":
+        return activations, none
+    if not isinstance(layer.padding, str):
+        sides = [(size, size) for size in layer.padding]
+    else:
+        spans = [step * (size - 1) for step, size in zip(layer.dilation, layer.kernel_size, strict=True)]
+        sides = [(span // 2, span - span // 2) for span in spans]
+    if layer.padding_mode == "zeros" and all(before == after for before, after in sides):
+        return activations, tuple(before for before, _ in sides)
+    flat = [size for pair in reversed(sides) for size in pair]
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(activations, flat, mode=mode), none

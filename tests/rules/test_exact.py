@@ -9,7 +9,7 @@ import torch
 from lightning_gradsim import engine, rules
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.engine import EngineSettings, QueryBatch, run_pass
-from lightning_gradsim.factors import concatenate_samples, dot, squared_norms
+from lightning_gradsim.factors import concatenate_samples, dot, dot_and_squared_norms, squared_norms
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import own_parameters
 from lightning_gradsim.scores import SIMILARITIES, compute_similarity
@@ -189,7 +189,9 @@ def test_pass_by_similarity(case, similarity):
 def test_any_cut(case, batch_size, scored_together, max_intermediate, groups, monkeypatch):
     """Size of batches, of what is scored together and of chunks, order of the samples, grouping of the queries."""
     monkeypatch.setattr(engine, "GROUP_SAMPLES", scored_together)
-    monkeypatch.setattr(engine, "dot", partial(dot, max_intermediate=max_intermediate))
+    monkeypatch.setattr(
+        engine, "dot_and_squared_norms", partial(dot_and_squared_norms, max_intermediate=max_intermediate)
+    )
     monkeypatch.setattr(engine, "squared_norms", partial(squared_norms, max_intermediate=max_intermediate))
     order = torch.randperm(case.num_train, generator=torch.Generator().manual_seed(batch_size))
     result = pass_over(case.build(), batch_size=batch_size, order=order, groups=groups)
