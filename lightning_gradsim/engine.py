@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter, Step
+from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
 from lightning_gradsim.errors import LabelRangeError, NonFiniteError
 from lightning_gradsim.factors import Factors, concatenate_samples, dot_and_squared_norms, squared_norms
 from lightning_gradsim.guard import evaluating
@@ -21,10 +22,7 @@ from lightning_gradsim.sample_statistics import SampleStatistics, labels_of
 from lightning_gradsim.scores import Similarity, compute_similarity
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.topk import TopK
-from lightning_gradsim.whole_module import Recompute
 from lightning_gradsim.wrapper import PerSampleGradients
-
-ForwardContext = Callable[[], AbstractContextManager[Any]]
 
 GROUP_SAMPLES = 1024
 """Training samples that are scored together."""
@@ -48,12 +46,15 @@ class EngineSettings:
         top_k: Length of each list.
         teachers: Whether gradients for the queries' predicted labels are computed, too. Without them there are neither
             teachers nor doubts about a query's own label, and half as many products.
+        memory_budget: Bytes that a pass may take beyond the module and the batch at hand; ``None`` for a share of the
+            free memory.
     """
 
     layers: LayerSpec = "last"
     similarity: Similarity = "dot"
     top_k: int = 8
     teachers: bool = True
+    memory_budget: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,17 +130,16 @@ def run_pass(
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
-        queries = _prepare_queries(module, adapter, query_batches, gradients, settings, forward_context)
+        runner = BatchRunner(module, adapter, gradients, forward_context, settings.memory_budget)
+        queries = _prepare_queries(runner, query_batches, settings)
         scorer = _Scorer(queries, settings)
         for ids, batch in train_batches:
             try:
-                with gradients.recording(), forward_context():
-                    step = adapter.step(module, batch)
-            except LabelRangeError as error:
+                for portion in runner.run(batch, len(ids)):
+                    scorer.update(ids[portion.rows], portion.step, portion.factors)
+            except LabelRangeError as error:  # noqa: PERF203 -- names the samples of this batch
                 named = ids[list(error.rows)].tolist() if error.rows else ids.tolist()
                 raise LabelRangeError(f"Training samples {named[:10]}: {error}", error.rows) from error
-            again = _recompute(module, adapter, batch, forward_context)
-            scorer.update(ids, step, gradients.factors(step.losses, recompute=again))
         names = tuple(gradients.chosen_names()) if gradients.selection else ()
     suspects = scorer.compute_suspects()
     reports = {} if queries is None else dict(_query_reports(queries, scorer.top, suspects, settings.top_k))
@@ -228,22 +228,8 @@ class _Scorer:
         self._statistics.update(ids, norms, step.losses, step.outcome, has_classes=has_classes)
 
 
-def _recompute(
-    module: nn.Module, adapter: Adapter, batch: Any, forward_context: ForwardContext, targets: Tensor | None = None
-) -> Recompute:
-    def losses(pair: tuple[Any, Tensor | None]) -> Tensor:
-        return adapter.sample_losses(module, *pair)
-
-    return Recompute(losses, (batch, targets), forward_context)
-
-
 def _prepare_queries(
-    module: nn.Module,
-    adapter: Adapter,
-    query_batches: Sequence[QueryBatch],
-    gradients: PerSampleGradients,
-    settings: EngineSettings,
-    forward_context: ForwardContext,
+    runner: BatchRunner, query_batches: Sequence[QueryBatch], settings: EngineSettings
 ) -> _QuerySide | None:
     positions: list[int] = []
     reports: list[QueryReport] = []
@@ -251,22 +237,18 @@ def _prepare_queries(
     given: list[dict[str, Factors]] = []
     predicted: list[dict[str, Factors]] = []
     for part in query_batches:
-        with gradients.recording(), forward_context():
-            step = adapter.step(module, part.batch)
-            targets = adapter.predicted_targets(step) if settings.teachers else None
-            relabelled = None if targets is None else adapter.losses(step.logits, targets)
-        _check_query_losses(step)
-        # Weights may have changed since validation met the sample (EMA): those that are right by now are dropped.
-        rows = step.outcome.wrong.nonzero().flatten()
-        again = _recompute(module, adapter, part.batch, forward_context)
-        given.append(_rows(gradients.factors(step.losses, retain=relabelled is not None, recompute=again), rows))
-        if relabelled is not None:
-            again = _recompute(module, adapter, part.batch, forward_context, targets)
-            predicted.append(_rows(gradients.factors(relabelled, recompute=again), rows))
-        positions += [part.positions[row] for row in rows.tolist()]
-        reports += [_without_lists(step, row) for row in rows.tolist()]
-        probabilities = step.outcome.label_probabilities
-        label_probabilities += [1.0] * len(rows) if probabilities is None else probabilities[rows].tolist()
+        for portion in runner.run(part.batch, len(part.positions), predicted=settings.teachers):
+            step = portion.step
+            _check_query_losses(step)
+            # Weights may have changed since validation met the sample (EMA): those that are right by now are dropped.
+            rows = step.outcome.wrong.nonzero().flatten()
+            given.append(_rows(portion.factors, rows))
+            if portion.predicted is not None:
+                predicted.append(_rows(portion.predicted, rows))
+            positions += [part.positions[portion.rows.start + row] for row in rows.tolist()]
+            reports += [_without_lists(step, row) for row in rows.tolist()]
+            probabilities = step.outcome.label_probabilities
+            label_probabilities += [1.0] * len(rows) if probabilities is None else probabilities[rows].tolist()
     if not positions:
         return None
     has_teachers = len(predicted) == len(given)

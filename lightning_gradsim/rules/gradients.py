@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
-from lightning_gradsim.factors import Factors, IndexedFactors, OuterFactors
+from lightning_gradsim.factors import Factors, IndexedFactors, OuterFactors, PatchFactors
 
 
 def split_gradients(layer: nn.Module, factors: Factors, names: Sequence[str]) -> dict[str, Tensor]:
@@ -53,4 +54,6 @@ def keep_parameters(layer: nn.Module, factors: Factors, names: Sequence[str], ke
         return OuterFactors.from_gradients([gradients[name] for name in names if name in kept])
     # Weight and bias: one of them goes.
     has_bias = names[-1] in kept
+    if isinstance(factors, PatchFactors) and not has_bias:
+        return replace(factors, bias=False)
     return OuterFactors(None if has_bias else factors.activations, factors.output_grads, bias=has_bias)

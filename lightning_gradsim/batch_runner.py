@@ -1,0 +1,164 @@
+"""From batches to steps and factors, so many samples at a time that memory suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_gradsim.adapter import Adapter, Step
+from lightning_gradsim.batches import take_rows
+from lightning_gradsim.errors import BatchFormatError, LabelRangeError
+from lightning_gradsim.factors import Factors
+from lightning_gradsim.memory import GraphMeter, Portions, default_budget
+from lightning_gradsim.whole_module import Recompute
+from lightning_gradsim.wrapper import PerSampleGradients
+
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+
+PROBE_ROWS = 8
+"""Samples of the first two runs, which settle how layers are served and measure what a sample takes."""
+BATCH_SHARE = 0.5
+"""Share of the memory budget for the samples at hand; the rest is for queries, groups and products."""
+
+
+@dataclass(frozen=True, eq=False)
+class Portion:
+    """Some samples of a batch.
+
+    Attributes:
+        rows: Which.
+        step: Their step.
+        factors: Factors of their gradients by layer.
+        predicted: The same for predicted labels; ``None`` where they were not asked for, or have no loss.
+    """
+
+    rows: slice
+    step: Step
+    factors: dict[str, Factors]
+    predicted: dict[str, Factors] | None
+
+
+class BatchRunner:
+    """Runs batches in portions that fit into memory, and measures on the first ones what fits.
+
+    Args:
+        module: The user's module.
+        adapter: Reads batches; bound to the module.
+        gradients: Watches the module.
+        forward_context: The precision context of the run.
+        memory_budget: Bytes that the pass may take; ``None`` for a share of the free memory.
+
+    Attributes:
+        memory_budget: The same, settled.
+        portions: How many samples are worked on together.
+        forward_flops: Floating-point operations of a plain forward of one sample; ``None`` before the first batch, and
+            where they cannot be counted.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        adapter: Adapter,
+        gradients: PerSampleGradients,
+        forward_context: ForwardContext = nullcontext,
+        memory_budget: int | None = None,
+    ) -> None:
+        self._module = module
+        self._adapter = adapter
+        self._gradients = gradients
+        self._context = forward_context
+        self._parameters = list(module.parameters())
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        self._num_measured = 0
+        self._largest = 0.0
+        self.memory_budget = default_budget(device) if memory_budget is None else memory_budget
+        self.portions = Portions(PROBE_ROWS)
+        self.forward_flops: int | None = None
+
+    def run(self, batch: Any, num_samples: int, *, predicted: bool = False) -> Iterator[Portion]:
+        """Steps and factors of a batch.
+
+        Args:
+            batch: The batch, on the module's device.
+            num_samples: Number of samples ``B``.
+            predicted: Whether gradients for the predicted labels are wanted, too.
+
+        Yields:
+            Portions of the batch, in order.
+
+        Raises:
+            LabelRangeError: If a label lies outside the classes; the rows count from the batch's first sample.
+        """
+
+        def work(rows: slice) -> Portion:
+            try:
+                return self._run_rows(batch, num_samples, rows, predicted=predicted)
+            except LabelRangeError as error:
+                raise LabelRangeError(str(error), [rows.start + row for row in error.rows]) from error
+
+        if num_samples <= self.portions.size or _can_be_cut(batch, num_samples):
+            yield from self.portions.split(num_samples, work)
+        else:
+            yield work(slice(0, num_samples))
+
+    def _run_rows(self, batch: Any, num_samples: int, rows: slice, *, predicted: bool) -> Portion:
+        number = rows.stop - rows.start
+        part = batch if number == num_samples else take_rows(batch, rows, num_samples)
+        if self._num_measured == 0:
+            self.forward_flops = self._count_flops(part, number)
+        meter = GraphMeter() if self._num_measured < 2 else None
+        with self._gradients.recording(), self._context():
+            with nullcontext() if meter is None else meter.watching(*self._parameters):
+                step = self._adapter.step(self._module, part)
+            targets = self._adapter.predicted_targets(step) if predicted else None
+            relabelled = None if targets is None else self._adapter.losses(step.logits, targets)
+        again = self._recompute(part, None)
+        factors = self._gradients.factors(step.losses, retain=relabelled is not None, recompute=again)
+        if meter is not None:
+            self._measure(meter, factors, number)
+        of_predictions = None
+        if relabelled is not None:
+            of_predictions = self._gradients.factors(relabelled, recompute=self._recompute(part, targets))
+        return Portion(rows, step, factors, of_predictions)
+
+    def _recompute(self, batch: Any, targets: Tensor | None) -> Recompute:
+        def losses(pair: tuple[Any, Tensor | None]) -> Tensor:
+            return self._adapter.sample_losses(self._module, *pair)
+
+        return Recompute(losses, (batch, targets), self._context)
+
+    def _count_flops(self, batch: Any, number: int) -> int | None:
+        try:
+            with torch.no_grad(), self._context(), FlopCounterMode(display=False) as counter:
+                self._adapter.sample_losses(self._module, batch)
+        except Exception:  # only the plan's last column depends on it; what is wrong with the batch shows in its step
+            return None
+        return int(counter.get_total_flops()) // max(1, number)
+
+    def _measure(self, meter: GraphMeter, factors: dict[str, Factors], number: int) -> None:
+        """Learn from the first run, which keeps its whole graph, and from the second, which is like all others."""
+        self._num_measured += 1
+        number = max(1, number)
+        if self._num_measured == 1:
+            self._largest = meter.largest / number
+            return
+        # What a layer puts out is there twice while the next one works, without being kept.
+        elements = sum(part.num_elements for part in factors.values()) / number
+        per_sample = meter.num_bytes / number + 2 * self._largest + 2 * 4 * elements
+        fitting = int(BATCH_SHARE * self.memory_budget / max(1.0, per_sample))
+        if not self.portions.was_halved:
+            self.portions.size = max(1, fitting)
+
+
+def _can_be_cut(batch: Any, num_samples: int) -> bool:
+    try:
+        take_rows(batch, slice(0, 1), num_samples)
+    except BatchFormatError:
+        return False
+    return True
