@@ -15,7 +15,10 @@ MAX_NAMED = 10
 
 
 class SampleStatistics:
-    """Self-influence, label and prediction of every training sample: 23 bytes a sample, its id included."""
+    """Self-influence, label and prediction of every training sample, its id included.
+
+    With classes these are 23 bytes a sample, and at most 64 while ``compute`` sorts them.
+    """
 
     def __init__(self) -> None:
         self._parts: list[dict[str, Tensor]] = []
@@ -45,7 +48,7 @@ class SampleStatistics:
         self._parts.append(columns)
 
     def compute(self) -> SuspectTable:
-        """All samples by falling self-influence, ties by the smaller id.
+        """All samples by falling self-influence, ties by the smaller id. What was gathered is given away.
 
         Returns:
             The table; empty if there was no batch.
@@ -56,11 +59,19 @@ class SampleStatistics:
         if not self._parts:
             return SuspectTable.empty()
         # The columns stay on the device until here: a transfer for every batch would wait for the device every time.
-        joined = {name: torch.cat([part[name] for part in self._parts]).cpu() for name in self._parts[0]}
-        _check_finite(joined)
-        by_id = joined["sample_ids"].argsort()
-        order = by_id[joined["scores"][by_id].argsort(descending=True, stable=True)]
-        table = {name: column[order] for name, column in joined.items()}
+        # One after the other, and in order of the ids at once: at the end of a pass this is what takes memory.
+        ids = self._joined("sample_ids")
+        by_id = ids.argsort()
+        table = {"sample_ids": ids[by_id]}
+        del ids
+        for name in list(self._parts[0]):
+            table[name] = self._joined(name)[by_id]
+        del by_id
+        self._parts.clear()
+        _check_finite(table)
+        order = table["scores"].argsort(descending=True, stable=True)
+        for name in list(table):
+            table[name] = table[name][order]
         return SuspectTable(
             table["sample_ids"],
             table["scores"],
@@ -69,6 +80,9 @@ class SampleStatistics:
             table.get("probabilities"),
             table["flagged"],
         )
+
+    def _joined(self, name: str) -> Tensor:
+        return torch.cat([part.pop(name) for part in self._parts]).cpu()
 
 
 def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label]:
@@ -81,18 +95,24 @@ def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label
     Returns:
         Labels by id.
     """
-    sorted_ids, order = table.sample_ids.sort()
-    rows = order[torch.searchsorted(sorted_ids, torch.tensor(sample_ids, dtype=torch.long))]
+    wanted, places = torch.tensor(sample_ids, dtype=torch.long).sort()
+    if not len(wanted):
+        return {}
+    # By search among the few: to sort the many would take more memory than the table.
+    nearest = torch.searchsorted(wanted, table.sample_ids, out_int32=True).clamp_(max=len(wanted) - 1)
+    found = (wanted[nearest] == table.sample_ids).nonzero().flatten()
+    rows = torch.empty_like(wanted)
+    rows[places[nearest[found].long()]] = found
     if table.labels.ndim == 1:
         return dict(zip(sample_ids, table.labels[rows].tolist(), strict=True))
     return {sample_id: to_label(table.labels[row]) for sample_id, row in zip(sample_ids, rows.tolist(), strict=True)}
 
 
-def _check_finite(joined: Mapping[str, Tensor]) -> None:
-    finite = joined["scores"].isfinite()
+def _check_finite(table: Mapping[str, Tensor]) -> None:
+    finite = table["scores"].isfinite()
     if bool(finite.all()):
         return
-    ids = joined["sample_ids"][~finite].sort().values.tolist()
+    ids = table["sample_ids"][~finite].sort().values.tolist()
     more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
     raise NonFiniteError(
         f"Losses or gradients of training samples are not finite (sample ids {ids[:MAX_NAMED]}{more}). Nothing is "
