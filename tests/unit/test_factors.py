@@ -93,7 +93,7 @@ def test_both_plans_agree_on_both_sides_of_the_threshold(monkeypatch):
         one, other = make(sizes), make((3, *sizes[1:]))
         values = []
         for plan in (True, False):
-            monkeypatch.setattr("lightning_gradsim.factors.uses_gram", lambda *_, plan=plan: plan)
+            monkeypatch.setattr("lightning_gradsim.factors.products.uses_gram", lambda *_, plan=plan: plan)
             values.append(dot(one, other))
         torch.testing.assert_close(*values)
 
