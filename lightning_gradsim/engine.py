@@ -266,18 +266,14 @@ def _prepare_queries(
 def _scores(queries: _QuerySide, products: Tensor, norms: Tensor, similarity: Similarity) -> Tensor:
     """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
     num_queries = len(queries.positions)
-    given, given_norms = products[:num_queries], queries.squared_norms[:num_queries]
-    rows = [
-        -compute_similarity(similarity, given, given_norms, norms),
-        compute_similarity("cosine", given, given_norms, norms),
-    ]
-    if queries.has_teachers:
-        predicted, predicted_norms = products[num_queries:], queries.squared_norms[num_queries:]
-        rows += [
-            compute_similarity(similarity, predicted, predicted_norms, norms),
-            compute_similarity("cosine", predicted, predicted_norms, norms),
-        ]
-    return torch.cat(rows)
+    scores = products.new_empty(2 * len(products), products.shape[1])
+    for start, sign in ((0, -1), (num_queries, 1))[: 2 if queries.has_teachers else 1]:
+        rows = slice(start, start + num_queries)
+        both, query_norms = scores[2 * start :], queries.squared_norms[rows]
+        values = compute_similarity(similarity, products[rows], query_norms, norms)
+        torch.mul(values, sign, out=both[:num_queries])
+        both[num_queries : 2 * num_queries] = compute_similarity("cosine", products[rows], query_norms, norms)
+    return scores
 
 
 def _query_reports(

@@ -33,10 +33,11 @@ def compute_similarity(
     if similarity == "dot":
         return products
     if similarity == "asymmetric":
-        return _divide(products, train_squared_norms[None])
+        return products * _reciprocal(train_squared_norms)
     # The roots are taken apart: the product of two small squared norms underflows in float32.
-    return _divide(products, query_squared_norms.sqrt()[:, None] * train_squared_norms.sqrt()[None]).clamp(-1, 1)
+    cosines = products * _reciprocal(query_squared_norms.sqrt())[:, None]
+    return cosines.mul_(_reciprocal(train_squared_norms.sqrt())).clamp_(-1, 1)
 
 
-def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    return torch.where(denominator > 0, numerator / denominator, 0)
+def _reciprocal(values: Tensor) -> Tensor:
+    return torch.where(values > 0, values.reciprocal(), 0)

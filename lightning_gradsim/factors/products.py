@@ -194,11 +194,10 @@ def _materialised(
 
 
 def _one_position_norms(factors: OuterFactors) -> Tensor:
-    grads = factors.output_grads[:, 0]  # [n, g, o]
-    scale: Tensor | int = int(factors.bias)
+    norms = factors.output_grads[:, 0].square().sum(-1)  # [n, g]
     if factors.activations is not None:
-        scale = factors.activations[:, 0].square().sum(-1) + int(factors.bias)  # [n, g]
-    return (grads.square().sum(-1) * scale).sum(-1)
+        norms = norms * (factors.activations[:, 0].square().sum(-1) + int(factors.bias))
+    return norms.sum(1) if norms.shape[1] > 1 else norms[:, 0]
 
 
 def _gram(queries: OuterFactors, train: OuterFactors) -> Tensor:

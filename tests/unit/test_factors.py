@@ -2,15 +2,22 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lightning_gradsim.factors import (
+    IndexedFactors,
     OuterFactors,
+    PatchFactors,
+    Window,
     concatenate_positions,
     concatenate_samples,
     dot,
+    dot_and_squared_norms,
+    patches,
     squared_norms,
     uses_gram,
 )
+from lightning_gradsim.factors.outer import fill_flat
 
 SIZES = [  # n, t, g, i, o
     (5, 1, 1, 3, 2),
@@ -93,7 +100,7 @@ def test_both_plans_agree_on_both_sides_of_the_threshold(monkeypatch):
         one, other = make(sizes), make((3, *sizes[1:]))
         values = []
         for plan in (True, False):
-            monkeypatch.setattr("lightning_gradsim.factors.uses_gram", lambda *_, plan=plan: plan)
+            monkeypatch.setattr("lightning_gradsim.factors.products.uses_gram", lambda *_, plan=plan: plan)
             values.append(dot(one, other))
         torch.testing.assert_close(*values)
 
@@ -171,3 +178,69 @@ def test_norms_are_never_negative():
     )
     assert squared_norms(factors).min() > 0
     assert squared_norms(cancelling).abs().max() < 1e-4 * squared_norms(factors).min()
+
+
+WINDOWS = [  # channels, outputs, pixels, window
+    (4, 6, (7, 6), Window((3, 2), (2, 1), (1, 0), (1, 2), 2)),
+    (2, 3, (9,), Window((3,), (1,), (1,), (2,), 1)),
+    (2, 2, (3, 4, 3), Window((2, 2, 2), (1, 2, 1), (0, 1, 1), (1, 1, 1), 1)),
+    (3, 4, (5, 5), Window((1, 1), (2, 2), (0, 0), (1, 1), 1)),
+]
+windows = pytest.mark.parametrize("shape", WINDOWS, ids=["2d", "1d", "3d", "1x1"])
+
+
+def convolution(shape, dtype=torch.float64, n=5, bias=True):
+    channels, outputs, pixels, window = shape
+    images = torch.randn(n, channels, *pixels, dtype=dtype)
+    weight = torch.randn(outputs, channels // window.groups, *window.kernel, dtype=dtype)
+    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(pixels)]
+    maps = convolve(images, weight, None, window.stride, window.padding, window.dilation, window.groups)
+    return PatchFactors(images, torch.randn_like(maps), window, bias)
+
+
+@windows
+@pytest.mark.parametrize("max_elements", [1, 50, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_convolutions_are_the_contraction_of_their_patches(shape, max_elements, dtype, monkeypatch):
+    monkeypatch.setattr(patches, "UNFOLD_POSITIONS", 0)  # float32 goes through a convolution by sample wherever it can
+    factors = convolution(shape, dtype)
+    expected = factors.outer.gradients
+    weights, biases = expected[..., :-1].flatten(1), expected[..., -1].flatten(1)
+    found = fill_flat(factors, factors.maps, max_elements)
+    torch.testing.assert_close(found, torch.cat([weights, biases], dim=1))
+    assert found.shape == (5, factors.num_parameters)
+    torch.testing.assert_close(factors.outer.flat, found)
+    torch.testing.assert_close(factors.summed().gradients.flatten(), found.sum(0))
+
+
+@windows
+def test_convolutions_score_as_their_patches(shape):
+    one, other = convolution(shape), convolution(shape, n=3)
+    products, norms = dot_and_squared_norms(one, other)
+    torch.testing.assert_close(products, one.outer.gradients.flatten(1) @ other.outer.gradients.flatten(1).T)
+    torch.testing.assert_close(norms, other.outer.gradients.square().sum((1, 2, 3)))
+    torch.testing.assert_close(dot(one, other), products)
+    torch.testing.assert_close(squared_norms(other), norms)
+    joined = concatenate_samples([one, other.outer])
+    torch.testing.assert_close(joined.gradients, torch.cat([one.gradients, other.gradients]))
+
+
+def test_images_of_different_size_are_joined_exactly():
+    window = Window((3, 3), (1, 1), (1, 1), (1, 1), 1)
+    small, large = convolution((2, 3, (4, 4), window)), convolution((2, 3, (6, 5), window))
+    joined = concatenate_samples([small, large])
+    torch.testing.assert_close(joined.gradients, torch.cat([small.gradients, large.gradients]))
+
+
+@pytest.mark.parametrize("max_intermediate", [1, 30, 2**20])
+@pytest.mark.parametrize("num_rows", [1, 4, 1000])
+def test_embeddings_score_as_their_dense_gradients(num_rows, max_intermediate):
+    def embedding(n, t):
+        return IndexedFactors(torch.randint(num_rows, (n, t)), torch.randn(n, t, 3, dtype=torch.float64), num_rows)
+
+    one, other = embedding(4, 6), embedding(5, 2)
+    dense = [factors.materialise().flatten(1) for factors in (one, other)]
+    products, norms = dot_and_squared_norms(one, other, max_intermediate=max_intermediate)
+    torch.testing.assert_close(products, dense[0] @ dense[1].T)
+    torch.testing.assert_close(norms, dense[1].square().sum(1))
+    assert dot(one, other.unused(2)).shape == (4, 2)
