@@ -1,0 +1,110 @@
+"""What the scripts of all peers share: the same networks and data, the same timing, JSON on the last line.
+
+Each script runs in an environment of its own, started by `engine.py` with one JSON argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import torch
+from engine_models import Work
+from timing import fitting_count, time_interleaved
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+
+class Peer(Protocol):
+    """A package that computes products of per-sample gradients.
+
+    Attributes:
+        package: Its name on PyPI.
+        way: What of it is used.
+        has_head_bias: Whether the bias of the last layer counts.
+        unit: Samples that the smallest run has.
+    """
+
+    package: str
+    way: str
+    has_head_bias: bool
+    unit: int
+
+    def products(self, num_samples: int) -> Tensor:
+        """Dot products of the queries' gradients with those of the first samples, ``[m, n]``."""
+        ...
+
+    def prepare_queries(self) -> None:
+        """The part of `products` that does not depend on the samples; its time is taken off."""
+        ...
+
+
+class _Samples(Dataset[Any]):
+    """Tensors that are indexed once a batch: peers are not to be charged for collating samples one by one."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self.tensors = (inputs, labels)
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
+        return self.tensors[0][index], self.tensors[1][index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self[slice(indices[0], indices[-1] + 1)]
+
+
+def make_loader(inputs: Tensor, labels: Tensor, batch_size: int) -> Iterable[Any]:
+    """A loader in order, without workers."""
+    return DataLoader(_Samples(inputs, labels), batch_size, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def run(make: Callable[[Work, int], Peer]) -> None:
+    """Check, time and print, as the argument on the command line asks; what a peer raises becomes its answer."""
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(options["threads"])
+    warnings.filterwarnings("ignore")
+    work = Work(options["model"], options["layers"], options["samples"], options["queries"])
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            answer = _measure(work, make(work, options["batch_size"]), options)
+    except Exception as error:  # whatever it is: the table says so
+        answer = {"refused": f"{type(error).__name__}: {error}"}
+    print(json.dumps(answer))
+
+
+def _measure(work: Work, peer: Peer, options: dict[str, Any]) -> dict[str, Any]:
+    torch.save(peer.products(options["part"]).detach().clone(), options["products"])
+    most, seconds, batch_size = options["samples"], options["seconds"], options["batch_size"]
+    count = fitting_count(peer.products, peer.unit, most, seconds)
+    forward_count = fitting_count(lambda n: work.forward(batch_size, n), batch_size, most, seconds)
+    times = time_interleaved(
+        {
+            "forward": lambda: work.forward(batch_size, forward_count),
+            "queries": peer.prepare_queries,
+            "products": lambda: peer.products(count),
+        },
+        options["repeats"],
+    )
+    queries = statistics.median(times["queries"])
+    return {
+        "way": f"{peer.package} {version(peer.package)} {peer.way}",
+        "has_head_bias": peer.has_head_bias,
+        "samples": count,
+        "ms": [max(value - queries, 0.0) for value in times["products"]],
+        "forward_samples": forward_count,
+        "forward_ms": times["forward"],
+        "queries_ms": queries,
+        "torch": torch.__version__,
+    }
