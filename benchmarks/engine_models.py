@@ -148,7 +148,7 @@ class Spec:
 
     Attributes:
         build: Makes the network.
-        shape: Shape of one input; empty entries of tokens are drawn from the vocabulary.
+        shape: Shape of one input.
         head: Name of the last layer.
         num_samples: Training samples of a run unless told otherwise, so that a repeat takes seconds.
     """

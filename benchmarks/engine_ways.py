@@ -116,10 +116,10 @@ class Ways:
         """The ways by the names that the table and `--ways` use."""
         return {
             "forward": self.forward,
-            "fwd+bwd": self.train_step,
+            "train": self.train_step,
             "ours": self.our_pass,
-            "ours, teachers": lambda num_samples: self.our_pass(num_samples, teachers=True),
-            "one by one": self.one_by_one,
+            "teachers": lambda num_samples: self.our_pass(num_samples, teachers=True),
+            "loop": self.one_by_one,
             "vmap": self.vmap,
             "opacus": self.opacus,
         }
