@@ -70,8 +70,6 @@ def _run(command: list[str]) -> dict[str, Any]:
         return {"refused": answer["refused"].splitlines()[0][:90]}
     median = statistics.median(answer["ms"])
     return {
-        **{name: answer[name] for name in ("way", "has_head_bias", "samples", "torch")},
+        **{name: answer[name] for name in ("way", "has_head_bias", "samples", "us", "forward_us", "torch")},
         "ms": [median, min(answer["ms"]), max(answer["ms"])],
-        "us": 1000 * median / answer["samples"],
-        "forward_us": 1000 * statistics.median(answer["forward_ms"]) / answer["forward_samples"],
     }

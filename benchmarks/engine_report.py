@@ -21,7 +21,7 @@ def print_row(row: dict[str, Any], num_queries: int) -> None:
         f"\n{row['row']}, batch {row['batch_size']}: {row['parameters']:,} parameters, {row['samples']:,} samples, "
         f"{num_queries} queries"
     )
-    head = f"{'samples':>9}{'ms, median (range)':>28}{'us a sample':>13}{'x forward':>11}{'/ ours':>9}"
+    head = f"{'samples':>9}{'ms, median (range)':>31}{'us a sample':>13}{'x forward':>11}{'/ ours':>9}"
     print(f"  {'way':<32}{head}")
     for name, answer in row["ways"].items():
         print(f"  {answer.get('way', LABELS.get(name, name)):<32}{_cells(answer)}")
@@ -45,7 +45,7 @@ def _cells(answer: dict[str, Any]) -> str:
     median, smallest, largest = answer["ms"]
     times = f"{median:,.1f} ({smallest:,.1f} to {largest:,.1f})"
     ratios = [f"{answer[name]:.2f}" if name in answer else "-" for name in ("over_forward", "over_ours")]
-    return f"{answer['samples']:>9,}{times:>28}{answer['us']:>13,.1f}{ratios[0]:>11}{ratios[1]:>9}"
+    return f"{answer['samples']:>9,}{times:>31}{answer['us']:>13,.1f}{ratios[0]:>11}{ratios[1]:>9}"
 
 
 def _flops(row: dict[str, Any]) -> str:

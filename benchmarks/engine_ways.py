@@ -110,7 +110,10 @@ class Ways:
         return GradSampleModule(work.model, loss_reduction="sum"), list(work.parameters.values())
 
     def _products(self, grads: list[Tensor]) -> Tensor:
-        return self.query_gradients @ torch.cat([grad.flatten(1) for grad in grads], dim=1).T
+        # By parameter: joining the gradients first would copy them all.
+        flat = [grad.flatten(1) for grad in grads]
+        parts = self.query_gradients.split([grad.shape[1] for grad in flat], dim=1)
+        return sum((part @ grad.T for part, grad in zip(parts, flat, strict=True)), start=torch.zeros(()))
 
     def by_name(self) -> dict[str, Callable[[int], object]]:
         """The ways by the names that the table and `--ways` use."""

@@ -20,6 +20,9 @@ from timing import fitting_count, time_interleaved
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+MIN_UNITS = 4
+"""Smallest runs that a run is made of, where one of them is taken off: a difference needs something to differ by."""
+
 
 class Peer(Protocol):
     """A package that computes products of per-sample gradients.
@@ -28,20 +31,18 @@ class Peer(Protocol):
         package: Its name on PyPI.
         way: What of it is used.
         has_head_bias: Whether the bias of the last layer counts.
-        unit: Samples that the smallest run has.
+        pays_once: Whether a run goes through the queries once, however many samples it has.
+        unit: Samples of the smallest run.
     """
 
     package: str
     way: str
     has_head_bias: bool
+    pays_once: bool
     unit: int
 
     def products(self, num_samples: int) -> Tensor:
         """Dot products of the queries' gradients with those of the first samples, ``[m, n]``."""
-        ...
-
-    def prepare_queries(self) -> None:
-        """The part of `products` that does not depend on the samples; its time is taken off."""
         ...
 
 
@@ -88,23 +89,26 @@ def _measure(work: Work, peer: Peer, options: dict[str, Any]) -> dict[str, Any]:
     torch.save(peer.products(options["part"]).detach().clone(), options["products"])
     most, seconds, batch_size = options["samples"], options["seconds"], options["batch_size"]
     count = fitting_count(peer.products, peer.unit, most, seconds)
+    if peer.pays_once:
+        count = max(count, min(MIN_UNITS * peer.unit, most))
     forward_count = fitting_count(lambda n: work.forward(batch_size, n), batch_size, most, seconds)
-    times = time_interleaved(
-        {
-            "forward": lambda: work.forward(batch_size, forward_count),
-            "queries": peer.prepare_queries,
-            "products": lambda: peer.products(count),
-        },
-        options["repeats"],
-    )
-    queries = statistics.median(times["queries"])
+    ways: dict[str, Callable[[], object]] = {
+        "forward": lambda: work.forward(batch_size, forward_count),
+        "products": lambda: peer.products(count),
+    }
+    if peer.pays_once and count > peer.unit:
+        ways["unit"] = lambda: peer.products(peer.unit)
+    times = time_interleaved(ways, options["repeats"])
+    us = statistics.median(times["products"]) / count
+    if "unit" in times:
+        further = [whole - unit for whole, unit in zip(times["products"], times["unit"], strict=True)]
+        us = max(statistics.median(further), 0.0) / (count - peer.unit)
     return {
         "way": f"{peer.package} {version(peer.package)} {peer.way}",
         "has_head_bias": peer.has_head_bias,
         "samples": count,
-        "ms": [max(value - queries, 0.0) for value in times["products"]],
-        "forward_samples": forward_count,
-        "forward_ms": times["forward"],
-        "queries_ms": queries,
+        "ms": times["products"],
+        "us": 1000 * us,
+        "forward_us": 1000 * statistics.median(times["forward"]) / forward_count,
         "torch": torch.__version__,
     }

@@ -15,6 +15,7 @@ class Alibi:
     package = "alibi"
     way = "GradientSimilarity"
     has_head_bias = True
+    pays_once = True
     unit = 16
 
     def __init__(self, work: Work, batch_size: int) -> None:
@@ -31,11 +32,6 @@ class Alibi:
         found = self.explainer.explain(self.work.query_inputs.numpy(), self.work.query_labels.numpy())
         order, scores = torch.tensor(found.ordered_indices.copy()), torch.tensor(found.scores)
         return torch.zeros_like(scores).scatter_(1, order, scores)
-
-    def prepare_queries(self) -> None:
-        """As many gradients as there are queries: it has no call for theirs alone."""
-        num_queries = len(self.work.query_labels)
-        self.explainer.fit(self.work.query_inputs.numpy()[:num_queries], self.work.query_labels.numpy())
 
 
 if __name__ == "__main__":

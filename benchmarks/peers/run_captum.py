@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from captum.influence import TracInCP, TracInCPFast
 from engine_models import Work
 from peer import Peer, make_loader, run
@@ -25,6 +23,7 @@ class AllLayers:
 
     package = "captum"
     has_head_bias = True
+    pays_once = True
 
     def __init__(self, work: Work, batch_size: int) -> None:
         layers = [layer for layer in work.model.modules() if list(layer.parameters(recurse=False))]
@@ -37,14 +36,7 @@ class AllLayers:
 
     def products(self, num_samples: int) -> Tensor:
         """The influence of the first samples on the queries."""
-        return self._tracin(num_samples).influence(self.queries)
-
-    def prepare_queries(self) -> None:
-        """The gradients of the queries."""
-        self._tracin(1).compute_intermediate_quantities(self.queries)
-
-    def _tracin(self, num_samples: int) -> Any:
-        return TracInCP(
+        tracin = TracInCP(
             self.work.model,
             make_loader(self.work.inputs[:num_samples], self.work.labels[:num_samples], self.batch_size),
             CHECKPOINT,
@@ -52,6 +44,7 @@ class AllLayers:
             loss_fn=nn.CrossEntropyLoss(reduction="sum" if self.has_hooks else "none"),
             sample_wise_grads_per_batch=self.has_hooks,
         )
+        return tracin.influence(self.queries)
 
 
 class LastLayer:
@@ -60,6 +53,7 @@ class LastLayer:
     package = "captum"
     way = "TracInCPFast"
     has_head_bias = False
+    pays_once = False
 
     def __init__(self, work: Work, batch_size: int) -> None:
         self.work = work
@@ -76,9 +70,6 @@ class LastLayer:
             loss_fn=nn.CrossEntropyLoss(reduction="sum"),
         )
         return tracin.influence((self.work.query_inputs, self.work.query_labels))
-
-    def prepare_queries(self) -> None:
-        """Nothing is done once."""
 
 
 def make(work: Work, batch_size: int) -> Peer:

@@ -17,6 +17,7 @@ class Dattri:
     package = "dattri"
     way = "Grad-Dot"
     has_head_bias = True
+    pays_once = False
 
     def __init__(self, work: Work, batch_size: int) -> None:
         self.work = work
@@ -31,9 +32,6 @@ class Dattri:
         """The attribution of the first samples to the queries."""
         samples = make_loader(self.work.inputs[:num_samples], self.work.labels[:num_samples], self.batch_size)
         return self.attributor.attribute(samples, self.queries).T
-
-    def prepare_queries(self) -> None:
-        """Nothing is done once."""
 
     def _loss(self, parameters: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
         inputs, label = data
