@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import json
 import statistics
 import time
@@ -66,7 +67,8 @@ class Reference:
 
 def check_ways(ways: Ways, reference: Reference, chosen: list[str]) -> dict[str, dict[str, Any]]:
     """For each way, its difference from one-sample autograd, or why it is not timed."""
-    part, answers = len(reference.samples), {}
+    part = len(reference.samples)
+    answers: dict[str, dict[str, Any]] = {}
     for name in chosen:
         if name in {"forward", "train"}:
             answers[name] = {}
@@ -99,8 +101,9 @@ def reason(error: BaseException | str) -> str:
 def time_ways(ways: Ways, answers: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     """Add samples, milliseconds and microseconds a sample to the answers of those that are right."""
     num_samples, batch_size = len(ways.work.labels), ways.batch_size
-    functions, counts = ways.by_name(), {}
-    timed: dict[str, Callable[[], object]] = {}
+    functions = ways.by_name()
+    counts: dict[str, int] = {}
+    timed: dict[str, Callable[[], Any]] = {}
     for name, answer in answers.items():
         if "refused" in answer:
             continue
@@ -109,9 +112,9 @@ def time_ways(ways: Ways, answers: dict[str, dict[str, Any]], options: argparse.
             unit = 16 if name == "loop" else batch_size
             count = fitting_count(function, unit, num_samples, options.seconds)
         counts[name] = count
-        timed[name] = lambda function=function, count=count: function(count)
+        timed[name] = functools.partial(function, count)
         if name in {"ours", "teachers"} and num_samples > batch_size:
-            timed[f"{name}, one batch"] = lambda function=function: function(batch_size)
+            timed[f"{name}, one batch"] = functools.partial(function, batch_size)
     times = time_interleaved(timed, options.repeats)
     for name, count in counts.items():
         answers[name] |= {"samples": count, "ms": summarise(times[name])}
@@ -146,7 +149,7 @@ def count_flops(ways: Ways, chosen: list[str]) -> dict[str, float]:
     """Floating-point operations a sample of forward, training step and our pass, the latter's once-only part apart."""
     num_samples, batch_size = len(ways.work.labels), ways.batch_size
 
-    def count(function: Callable[[int], object], number: int) -> float:
+    def count(function: Callable[[int], Any], number: int) -> float:
         # The attention that torch runs on a CPU is not in its own table.
         table = {ATTENTION: sdpa_flop, ATTENTION_BACKWARD: sdpa_backward_flop}
         with FlopCounterMode(display=False, custom_mapping=table) as counter:
@@ -224,7 +227,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--queries", type=int, default=64)
     parser.add_argument("--part", type=int, default=64, help="samples of the check")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.5, help="time of a repeat for all but forward, train, ours")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time of a repeat for all but forward, train, ours")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", type=Path, default=Path(".bench"), help="where the peers' environments are")
     parser.add_argument("--profile", action="store_true", help="also say where the time of the pass goes")

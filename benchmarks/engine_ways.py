@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +97,7 @@ class Ways:
         return torch.cat(products, dim=1)
 
     @cached_property
-    def _opacus_model(self) -> tuple[nn.Module, list[nn.Parameter]]:
+    def _opacus_model(self) -> tuple[nn.Module, list[Any]]:
         from opacus import GradSampleModule
 
         # A copy: it wraps the model, and wants the modes and flags below.
@@ -115,7 +116,7 @@ class Ways:
         parts = self.query_gradients.split([grad.shape[1] for grad in flat], dim=1)
         return sum((part @ grad.T for part, grad in zip(parts, flat, strict=True)), start=torch.zeros(()))
 
-    def by_name(self) -> dict[str, Callable[[int], object]]:
+    def by_name(self) -> dict[str, Callable[[int], Any]]:
         """The ways by the names that the table and `--ways` use."""
         return {
             "forward": self.forward,

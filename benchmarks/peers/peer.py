@@ -20,8 +20,8 @@ from timing import fitting_count, time_interleaved
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-MIN_UNITS = 4
-"""Smallest runs that a run is made of, where one of them is taken off: a difference needs something to differ by."""
+MIN_UNITS = 2
+"""Units of a run at least, where the time of one unit is taken off."""
 
 
 class Peer(Protocol):
