@@ -31,10 +31,24 @@ def fitting_count(way: Callable[[int], Any], unit: int, most: int, seconds: floa
         count = min(most, fitting)
 
 
-def time_interleaved(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of every way, once in each repeat, after one run of each to warm up."""
+def time_interleaved(
+    ways: dict[str, Callable[[], Any]], repeats: int, patience: float = float("inf")
+) -> dict[str, list[float]]:
+    """Milliseconds of every way, once in each repeat, after one run of each to warm up.
+
+    Args:
+        ways: What is timed, by name.
+        repeats: Times that each runs.
+        patience: Seconds after which no repeat begins any more, once there are two.
+
+    Returns:
+        Times by name, as many as there were repeats.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
+    start = time.perf_counter()
     for repeat in range(repeats + 1):
+        if repeat > 2 and time.perf_counter() - start > patience:
+            break
         for name, way in ways.items():
             begin = time.perf_counter()
             way()

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 MIN_UNITS = 2
 """Units of a run at least, where the time of one unit is taken off."""
+PATIENCE = 40.0
+"""Seconds after which a peer is spared further repeats: some need minutes for a batch."""
 
 
 class Peer(Protocol):
@@ -98,7 +100,7 @@ def _measure(work: Work, peer: Peer, options: dict[str, Any]) -> dict[str, Any]:
     }
     if peer.pays_once and count > peer.unit:
         ways["unit"] = lambda: peer.products(peer.unit)
-    times = time_interleaved(ways, options["repeats"])
+    times = time_interleaved(ways, options["repeats"], PATIENCE)
     us = statistics.median(times["products"]) / count
     if "unit" in times:
         further = [whole - unit for whole, unit in zip(times["products"], times["unit"], strict=True)]
