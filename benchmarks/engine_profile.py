@@ -36,11 +36,14 @@ def print_profile(work: Work, batch_size: int, repeats: int = 3) -> None:
     print(f"  Where the {1000 * total:,.0f} ms of a pass go, queries and first batch included (timers add some):")
     for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):
         print(f"    {name:<20}{1000 * seconds:>9.1f} ms{seconds / total:>6.0%}")
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         ways.our_pass(num_samples)
-    print(
-        profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=NUM_OPERATIONS, max_name_column_width=40)
-    )
+    print("  The operations that take the most, without those that they call, by shapes of their inputs:")
+    events = profiler.key_averages(group_by_input_shape=True)
+    for event in sorted(events, key=lambda event: -event.self_cpu_time_total)[:NUM_OPERATIONS]:
+        shapes = " ".join("x".join(map(str, shape)) for shape in event.input_shapes if shape)
+        name = event.key.removeprefix("aten::")
+        print(f"    {name:<30}{event.self_cpu_time_total / 1000:>9.1f} ms{event.count:>7} calls  {shapes[:80]}")
 
 
 def _watched(ways: Ways, num_samples: int) -> dict[str, float]:

@@ -20,8 +20,6 @@ from timing import fitting_count, time_interleaved
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-MIN_UNITS = 2
-"""Units of a run at least, where the time of one unit is taken off."""
 PATIENCE = 40.0
 """Seconds after which a peer is spared further repeats: some need minutes for a batch."""
 
@@ -92,7 +90,8 @@ def _measure(work: Work, peer: Peer, options: dict[str, Any]) -> dict[str, Any]:
     most, seconds, batch_size = options["samples"], options["seconds"], options["batch_size"]
     count = fitting_count(peer.products, peer.unit, most, seconds)
     if peer.pays_once:
-        count = max(count, min(MIN_UNITS * peer.unit, most))
+        # One unit is taken off: what remains must not be small beside the queries.
+        count = min(most, max(count, peer.unit + options["queries"]))
     forward_count = fitting_count(lambda n: work.forward(batch_size, n), batch_size, most, seconds)
     ways: dict[str, Callable[[], object]] = {
         "forward": lambda: work.forward(batch_size, forward_count),
@@ -104,7 +103,9 @@ def _measure(work: Work, peer: Peer, options: dict[str, Any]) -> dict[str, Any]:
     us = statistics.median(times["products"]) / count
     if "unit" in times:
         further = [whole - unit for whole, unit in zip(times["products"], times["unit"], strict=True)]
-        us = max(statistics.median(further), 0.0) / (count - peer.unit)
+        us = statistics.median(further) / (count - peer.unit)
+        if us <= 0:
+            raise RuntimeError("lost in noise, give more --seconds")
     return {
         "way": f"{peer.package} {version(peer.package)} {peer.way}",
         "has_head_bias": peer.has_head_bias,
