@@ -15,7 +15,7 @@ import torch
 
 HERE = Path(__file__).parent
 PEERS = ("alibi", "captum", "dattri")
-TIMEOUT_SECONDS = 600
+TIMEOUT_SECONDS = 300
 
 
 def ask_peer(

@@ -32,7 +32,7 @@ def fitting_count(way: Callable[[int], Any], unit: int, most: int, seconds: floa
 
 
 def time_interleaved(
-    ways: dict[str, Callable[[], Any]], repeats: int, patience: float = float("inf")
+    ways: dict[str, Callable[[], Any]], repeats: int, patience: float = float("inf"), *, warm_up: bool = True
 ) -> dict[str, list[float]]:
     """Milliseconds of every way, once in each repeat, after one run of each to warm up.
 
@@ -40,13 +40,14 @@ def time_interleaved(
         ways: What is timed, by name.
         repeats: Times that each runs.
         patience: Seconds after which no repeat begins any more, once there are two.
+        warm_up: Whether there is one run of each before.
 
     Returns:
         Times by name, as many as there were repeats.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
     start = time.perf_counter()
-    for repeat in range(repeats + 1):
+    for repeat in range(0 if warm_up else 1, repeats + 1):
         if repeat > 2 and time.perf_counter() - start > patience:
             break
         for name, way in ways.items():

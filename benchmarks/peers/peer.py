@@ -9,6 +9,7 @@ import contextlib
 import json
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
@@ -21,7 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 PATIENCE = 40.0
-"""Seconds after which a peer is spared further repeats: some need minutes for a batch."""
+"""Seconds after which a peer is spared further repeats."""
+SLOW = 15.0
+"""Seconds for the check beyond which there is a single repeat: some need a minute for a batch."""
 
 
 class Peer(Protocol):
@@ -86,9 +89,11 @@ def run(make: Callable[[Work, int], Peer]) -> None:
 
 
 def _measure(work: Work, peer: Peer, options: dict[str, Any]) -> dict[str, Any]:
+    begin = time.perf_counter()
     torch.save(peer.products(options["part"]).detach().clone(), options["products"])
+    is_slow = time.perf_counter() - begin > SLOW
     most, seconds, batch_size = options["samples"], options["seconds"], options["batch_size"]
-    count = fitting_count(peer.products, peer.unit, most, seconds)
+    count = peer.unit if is_slow else fitting_count(peer.products, peer.unit, most, seconds)
     if peer.pays_once:
         # One unit is taken off: what remains must not be small beside the queries.
         count = min(most, max(count, peer.unit + options["queries"]))
@@ -99,7 +104,8 @@ def _measure(work: Work, peer: Peer, options: dict[str, Any]) -> dict[str, Any]:
     }
     if peer.pays_once and count > peer.unit:
         ways["unit"] = lambda: peer.products(peer.unit)
-    times = time_interleaved(ways, options["repeats"], PATIENCE)
+    repeats = 1 if is_slow else options["repeats"]
+    times = time_interleaved(ways, repeats, PATIENCE, warm_up=not is_slow)
     us = statistics.median(times["products"]) / count
     if "unit" in times:
         further = [whole - unit for whole, unit in zip(times["products"], times["unit"], strict=True)]
