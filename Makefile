@@ -3,12 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 PINS := pyproject.toml constraints-dev.txt
+BENCH := .bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint docs bench clean
+.PHONY: help demo test test-slow test-gpu lint docs bench bench-engine bench-peers clean
 
 help: ## Show this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 demo: $(VENV)/.demo ## Train on digits with wrong labels and show the samples behind the mistakes
 	$(BIN)/python examples/mislabel_digits.py
@@ -35,8 +36,13 @@ docs: $(VENV)/.dev ## Build the documentation into site/
 bench: $(VENV)/.demo ## Time the pass over the head layer
 	$(BIN)/python benchmarks/head_pass.py
 
+bench-engine: $(VENV)/.demo ## Time the whole pass on four networks, beside the peers that have an environment
+	$(BIN)/python benchmarks/engine.py --peers $(BENCH)
+
+bench-peers: $(BENCH)/alibi/.ready $(BENCH)/captum/.ready $(BENCH)/dattri/.ready ## Build the peers' environments
+
 clean: ## Remove the environment, caches and built files
-	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache lightning_logs
+	rm -rf $(VENV) $(BENCH) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache lightning_logs
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,3 +55,9 @@ $(VENV)/.demo: $(PINS) | $(BIN)/python
 $(VENV)/.dev: $(PINS) | $(BIN)/python
 	$(INSTALL) -e ".[dev]"
 	touch $(VENV)/.demo $@
+
+# Each has its own: their dependencies exclude one another, and ours.
+$(BENCH)/%/.ready: benchmarks/peers/requirements-%.txt
+	$(PYTHON) -m venv $(BENCH)/$*
+	$(BENCH)/$*/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@

@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from timing import time_interleaved
 from torch import Tensor, nn
 
 import lightning_gradsim.adapter
@@ -126,18 +127,6 @@ def check_agreement(work: Work, num_samples: int, batch_size: int) -> float:
     if not difference <= TOLERANCE:
         raise SystemExit(f"The pass differs from one sample at a time by {difference:.1e}, {TOLERANCE:.0e} is allowed.")
     return difference
-
-
-def time_interleaved(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of every way, once in each repeat, after one run of each to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
-        for name, way in ways.items():
-            begin = time.perf_counter()
-            way()
-            if repeat:
-                times[name].append(1000 * (time.perf_counter() - begin))
-    return times
 
 
 def measure(work: Work, batch_size: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WAYS = ["forward", "train", "ours", "teachers", "loop", "vmap", "opacus"]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a script of `benchmarks/`, whose modules find one another as in a run, and are forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(ROOT / "benchmarks"):
+            del sys.modules[name]
+
+
+def test_the_engine_benchmark_measures_a_row(load, tmp_path, capsys):
+    path = tmp_path / "engine.json"
+    command = "--only conv/last --samples 48 --batch-sizes 16 --queries 4 --part 8 --repeats 1 --threads 1 --profile"
+    ways = ["--seconds", "0.01", "--peers", str(tmp_path), "--ways", *WAYS, "captum"]
+    load("engine").main([*command.split(), *ways, "--json", str(path)])
+    (row,) = json.loads(path.read_text())["results"]
+    assert row["row"] == "conv/last"
+    assert row["parameters"] == 510
+    assert list(row["ways"]) == [*WAYS, "captum"]
+    assert row["ways"]["captum"]["refused"] == "no environment (make bench-peers)"
+    for name in WAYS:
+        assert row["ways"][name]["us"] > 0
+        assert row["ways"][name].get("difference", 0.0) <= 1e-5
+    assert 0 < row["flops"]["forward"] <= row["flops"]["ours"] < row["flops"]["train"]
+    assert [target["bound"] for target in row["targets"]] == [None, ">= 15", "> 1"]
+    printed = capsys.readouterr().out
+    assert "MFLOP a sample" in printed
+    assert "no environment" in printed
+    assert "of a pass go" in printed
+
+
+def test_a_way_that_is_wrong_is_said_to_be(load):
+    engine = load("engine")
+    assert "refused" not in engine.judge(1e-7)
+    assert engine.judge(0.25)["refused"] == "wrong: differs from one-sample autograd by 2e-01"
+    assert "refused" in engine.judge(float("nan"))
+
+
+def test_the_benchmarked_network_is_that_of_the_example(load):
+    pytest.importorskip("mlxtend", reason="an extra: `examples`")
+    spec = importlib.util.spec_from_file_location("example_for_benchmark", ROOT / "examples" / "mnist_convnet.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    ours, theirs = load("engine_models").ConvNet().state_dict(), example.ConvNet().state_dict()
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
