@@ -121,7 +121,7 @@ class WholeModule:
 
         scales = find_scales(largest, torch.empty(num_samples, device=device))
         losses, gradients = self._run(recompute, num_samples, scales)
-        return losses, {name: scale_rows(values, 1 / scales) for name, values in gradients.items()}, scales
+        return losses, {name: scale_rows(g, 1 / scales) for name, g in gradients.items()}, scales
 
     def _run(self, recompute: Recompute, num_samples: int, scales: Tensor | None) -> tuple[Tensor, Gradients]:
         if self.step == "vmap":
@@ -148,7 +148,8 @@ class WholeModule:
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             scales = torch.ones(num_samples, device=tensors[0].device) if scales is None else scales
             gradients, losses = vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0))(parameters, tuple(tensors), scales)
-        return losses, {name: gradients[f"module.{name}"] for name in self._parameters}
+        # Under autocast the other parameters' casts, which the cache may hold with their graph, would keep it alive.
+        return losses.detach(), {name: gradients[f"module.{name}"].detach() for name in self._parameters}
 
     def _one_at_a_time(self, recompute: Recompute, num_samples: int, scales: Tensor | None) -> tuple[Tensor, Gradients]:
         parameters = list(self._parameters.values())
