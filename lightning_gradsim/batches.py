@@ -101,8 +101,21 @@ def copy_batch(batch: Any) -> Any:
     Returns:
         The copy; a batch of the user's own kind itself.
     """
+    return map_tensors(batch, Tensor.clone)
+
+
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with other tensors in the place of its own.
+
+    Args:
+        batch: Any batch.
+        change: From a tensor to the one that takes its place.
+
+    Returns:
+        The batch; one of the user's own kind as it is.
+    """
     try:
-        return _map(batch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, lambda items: items)
+        return _map(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, lambda items: items)
     except BatchFormatError:  # an adapter or `gradsim_step` may know what it is
         return batch
 
