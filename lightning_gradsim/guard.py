@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -42,6 +42,8 @@ def preserving(module: nn.Module) -> Iterator[None]:
                 # By version, not by value: a comparison would wait for the device.
                 if not buffer.is_inference() and buffer._version != version:
                     buffer.copy_(value)
+                elif _may_hold_running_statistics(buffer):
+                    buffer.data.copy_(value)
 
 
 @contextmanager
@@ -61,6 +63,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             if submodule.training:
                 submodule.training = False
         yield
+
+
+def _may_hold_running_statistics(buffer: Tensor) -> bool:
+    # PyTorch's batch normalisation writes its running statistics past the version counter.
+    return buffer.ndim == 1 and buffer.is_floating_point() and buffer.is_contiguous() and not buffer.is_inference()
 
 
 @contextmanager
