@@ -44,6 +44,7 @@ class Owner(nn.Module):
         self.module = module
 
     def forward(self, function: Callable[[], Tensor]) -> Tensor:
+        """Call the function."""
         return function()
 
 
