@@ -162,6 +162,17 @@ def test_a_lightning_module():
     assert found.steps[""] == "vmap"
 
 
+class Branches(nn.Module):
+    """Which layer comes first depends on the size of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head((self.one if len(x) > 1 else self.other)(x))
+
+
 MIXERS = {
     "batch-norm": (Net(nn.BatchNorm1d(8)), {"evaluate": False}, r"`body\.1` \(`BatchNorm1d`\) mixes.*evaluate=True"),
     "no-statistics": (
@@ -170,6 +181,22 @@ MIXERS = {
         r"`body\.2` \(`BatchNorm1d`\) mixes samples.*track_running_stats=True",
     ),
     "own-layer": (Net(Own(lambda x: x - x.mean(0)), nn.Tanh()), {}, r"Layer `body\.1` \(`Own`\) mixes samples"),
+    "in-place": (Net(Own(lambda x: x.sub_(x.mean(0)))), {}, r"Layer `body\.1` \(`Own`\) mixes samples"),
+    "time-first": (
+        Net(
+            Own(lambda x: x.unflatten(1, (2, 4)).transpose(0, 1)),
+            Own(lambda x: x - x.mean(1, keepdim=True)),
+            Own(lambda x: x.transpose(0, 1).flatten(1)),
+        ),
+        {},
+        r"Layer `body\.2` \(`Own`\) mixes samples",
+    ),
+    "flattened": (
+        Net(Own(lambda x: x.reshape(-1, 4)), Own(lambda x: x - x.mean(0)), Own(lambda x: x.reshape(-1, 8))),
+        {},
+        r"Layer `body\.2` \(`Own`\) mixes samples",
+    ),
+    "branches": (Branches(), {}, r"No layer gives other outputs.*or code between the layers does"),
     "first-of-two": (
         Net(Own(lambda x: x - x.mean(0)), Own(lambda x: x / x.norm(dim=0))),
         {},
@@ -229,6 +256,11 @@ def test_a_module_that_refuses_a_batch_of_one():
     check = check_of(found, "batch composition")
     assert check.passed is False
     assert "cannot run alone: more than one, please. Expected" in check.message
+
+
+def test_batch_norm_by_a_batch_of_two():
+    check = check_of(verify(Net(nn.BatchNorm1d(8)), data(2), evaluate=False), "batch composition")
+    assert "Layer `body.1` (`BatchNorm1d`) mixes samples" in check.message
 
 
 class Scaled(torch.autograd.Function):
