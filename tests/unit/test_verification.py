@@ -122,6 +122,11 @@ def test_a_module_that_asks_for_its_dtype_takes_larger_steps():
     assert "to 50 %" in check_of(found, "sign").message
 
 
+def test_a_criterion_that_asks_for_its_dtype():
+    found = verify(Net(), data(), loss_fn=nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 2.0, 3.0])))
+    assert check_of(found, "sign").passed, str(found)
+
+
 @pytest.mark.parametrize("form", ["mapping", "step"])
 def test_batches_as_the_adapter_reads_them(form):
     class OwnStep(Net):
@@ -223,6 +228,11 @@ MIXERS = {
         {"loss_fn": lambda o, y: F.cross_entropy(o, y, reduction="none") * (o @ o.T).logsumexp(1)},
         r"No layer gives other outputs.*so the loss mixes samples",
     ),
+    "shared-constant": (
+        Net(),
+        {"loss_fn": lambda o, y: F.cross_entropy(o, y, reduction="none") + o.detach().mean()},
+        r"No layer gives other outputs.*so the loss mixes samples",
+    ),
     "dropout": (Net(nn.Tanh(), nn.Dropout()), {"evaluate": False}, r"`body\.2` \(`Dropout`\) draws random.*eval mode"),
     "ignores-eval": (
         Net(Own(lambda x: F.dropout(x, training=True)), nn.Tanh()),
@@ -261,6 +271,18 @@ def test_a_module_that_refuses_a_batch_of_one():
 def test_batch_norm_by_a_batch_of_two():
     check = check_of(verify(Net(nn.BatchNorm1d(8)), data(2), evaluate=False), "batch composition")
     assert "Layer `body.1` (`BatchNorm1d`) mixes samples" in check.message
+
+
+def test_a_place_that_is_special():
+    """A sample is the same alone, in a smaller batch, and where it is; but not one place further."""
+
+    def change(x):
+        return x * (1 + ((torch.arange(len(x)) == 8) & (len(x) == BATCH)).float()[:, None])
+
+    labels = torch.zeros(BATCH, dtype=torch.long).index_fill(0, torch.tensor([2, 9]), 3)
+    loss_fn = lambda o, y: F.cross_entropy(o, y, reduction="none") + 100 * y  # noqa: E731 -- chooses both
+    check = check_of(verify(Net(Own(change)), (data()[0], labels), loss_fn=loss_fn, num_samples=2), "batch composition")
+    assert re.match(r"Sample 9 has .* at another place of its batch. Layer `body\.1` \(`Own`\) mixes", check.message)
 
 
 class Scaled(torch.autograd.Function):
