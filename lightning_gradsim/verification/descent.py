@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
-from lightning_gradsim.batches import map_tensors
+from lightning_gradsim.verification.other_weights import OtherWeights
 from lightning_gradsim.verification.record import Check
 from lightning_gradsim.verification.samples import Parameters, Samples
-from lightning_gradsim.whole_module import Owner
 
 NAME = "sign"
 MIN_COSINE = 0.02
@@ -58,19 +54,21 @@ def check_sign(
     moves = torch.stack([losses.after(-length * g / n) - before for g, n in zip(gradients, safe, strict=True)])
     predicted = -length * dots.T / safe[:, None]  # [step, query]
     rounding = ROUNDING * torch.finfo(before.dtype).eps * before.abs().double().clamp(min=1).cpu()
-    tested = (dots.T.abs() > MIN_COSINE * norms * norms[:, None]) & (predicted.abs() > rounding)
+    # The similarity itself may be made of rounding, for samples that the model is sure of.
+    known = dots.T.abs() * precision.tolerance > 4 * (samples.noise[:, None] * norms + norms[:, None] * samples.noise)
+    tested = (dots.T.abs() > MIN_COSINE * norms * norms[:, None]) & (predicted.abs() > rounding) & known
     return _judge(samples, moves.double().cpu(), predicted, tested, precision.tolerance)
 
 
-def _start(samples: Samples, parameters: Parameters) -> tuple[_Losses, Tensor, _Precision]:
+def _start(samples: Samples, parameters: Parameters) -> tuple[OtherWeights, Tensor, _Precision]:
     """Losses of the samples, now and after steps, in the best precision that the module can run in."""
     wide, own = PRECISIONS
     with suppress(Exception):  # whatever code says that asks for its own dtype: in that the module has run already
-        losses = _Losses(samples, parameters, wide.dtype)
+        losses = OtherWeights(samples, parameters, wide.dtype)
         before = losses.after(None)
         if before.dtype == wide.dtype:
             return losses, before, wide
-    losses = _Losses(samples, parameters, own.dtype)
+    losses = OtherWeights(samples, parameters, own.dtype)
     return losses, losses.after(None), own
 
 
@@ -96,44 +94,3 @@ def _judge(samples: Samples, moves: Tensor, predicted: Tensor, tested: Tensor, t
         f"say, to {100 * tolerance:.0f} %"
     )
     return Check(NAME, True, message, largest, count)
-
-
-class _Losses:
-    """Losses of the samples with other parameters, in another dtype; the module's own stay as they are."""
-
-    def __init__(self, samples: Samples, parameters: Parameters, dtype: torch.dtype | None) -> None:
-        self._samples = samples
-        self._dtype = dtype
-        self._batch = map_tensors(samples.batch, self._cast)
-        module = samples.module
-        self._owner = Owner(module)
-        self._tensors = {
-            f"module.{name}": self._cast(tensor.detach()).clone()
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        }
-        own_names = {id(parameter): f"module.{name}" for name, parameter in module.named_parameters()}
-        self._names = [own_names[id(parameter)] for parameter in parameters.values()]
-        self.parameter_norm = float(torch.stack([self._tensors[name].double().norm() for name in self._names]).norm())
-
-    def after(self, step: Tensor | None) -> Tensor:
-        """Losses ``[n]`` of the samples, the parameters moved by a step ``[P]``."""
-        tensors = dict(self._tensors)
-        if step is not None:
-            parts = step.split([self._tensors[name].numel() for name in self._names])
-            for name, part in zip(self._names, parts, strict=True):
-                old = tensors[name]
-                tensors[name] = old + part.reshape(old.shape).to(dtype=old.dtype, device=old.device)
-        # A forward may change buffers: each call gets its own.
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        return self._call(tensors)[self._samples.rows].cpu()
-
-    def _call(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        context: AbstractContextManager[Any] = nullcontext() if self._dtype is not None else self._samples.context()
-        with torch.no_grad(), context:
-            losses: Tensor = functional_call(
-                self._owner, dict(tensors), (lambda: self._samples.losses(self._batch),), strict=False
-            )
-        return losses
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor

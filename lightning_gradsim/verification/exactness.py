@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gradsim.factors import Factors, dot, squared_norms
 from lightning_gradsim.rules import split_gradients
 from lightning_gradsim.verification.record import Check
-from lightning_gradsim.verification.samples import Parameters, Samples, relative_difference
+from lightning_gradsim.verification.samples import Parameters, Samples, floored, relative_difference
 from lightning_gradsim.wrapper import PerSampleGradients
 
 NAME = "exactness"
@@ -72,9 +72,10 @@ def check_exactness(samples: Samples, products: Products, reference: Tensor) -> 
     Returns:
         The check; a failure names the layer.
     """
-    number, allowed = len(samples.rows), samples.tolerance
+    number = len(samples.rows)
     count = f"{number} samples, {number * (number + 1) // 2} products"
     norms = reference.norm(dim=1)
+    allowed = samples.allowed(norms)
     by_layer = dict(
         zip(
             products.gradients,
@@ -87,7 +88,7 @@ def check_exactness(samples: Samples, products: Products, reference: Tensor) -> 
     }
     worst = max(differences, key=lambda name: differences[name][0])
     difference, position = differences[worst]
-    scale = norms.clamp(min=float(norms.mean())).clamp(min=1e-300)
+    scale = floored(norms)
     excess = (products.dots - reference @ reference.T).abs() / (scale[:, None] * scale)
     excess = torch.cat([excess.flatten(), (products.squared_norms - norms.square()).abs() / scale.square()])
     in_products = float(excess.nan_to_num(float("inf")).max())

@@ -28,6 +28,7 @@ from lightning_gradsim.verification import company, descent, exactness
 from lightning_gradsim.verification.company import check_company
 from lightning_gradsim.verification.descent import check_sign
 from lightning_gradsim.verification.exactness import Products, check_exactness, chosen_parameters, compute_products
+from lightning_gradsim.verification.other_weights import find_noise
 from lightning_gradsim.verification.record import Check, Verification
 from lightning_gradsim.verification.samples import ForwardContext, Parameters, Samples
 from lightning_gradsim.verification.trace import find_changed_input
@@ -50,7 +51,9 @@ def verify(
     """Check on one batch of yours that per-sample gradients are right, and that they exist at all.
 
     1. *Exactness*: gradients, dot products and norms as a pass computes them equal plain autograd on batches of one,
-       within 1e-10 of the norms in float64, 1e-5 in float32, 0.1 in half precision and under autocast.
+       within 1e-10 of the norms in float64, 1e-5 in float32, 0.1 in half precision and under autocast. Where rounding
+       takes plain autograd in float32 further from float64 than that (samples that the model is sure of), ten times
+       what it does is allowed, up to 0.05.
     2. *Batch composition*: a sample's loss and gradient are the same alone, among others, and when the batch runs
        again. A failure names the first layer that mixes samples or draws random numbers.
     3. *Sign*: a small SGD step on one sample's loss changes the others' as the dot products say, within 5 % (in float64
@@ -139,6 +142,7 @@ def _check(
             Check(company.NAME, None, "There are no gradients to compare."),
             Check(descent.NAME, None, "There are no gradients to confirm."),
         )
+    samples.noise = find_noise(samples, parameters)
     composition = check_company(samples, parameters)
     see = f'see "{company.NAME}"'
     if products is None:

@@ -17,6 +17,10 @@ from lightning_gradsim.precision import LOSS_SCALE
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest difference of exact values relative to the norms of the gradients, by the dtype of the computation."""
 
+ROUNDING = 10
+"""How many times the rounding of plain autograd is allowed, where that is above the tolerance."""
+MAX_ALLOWED = 0.05
+
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 Parameters = Mapping[str, nn.Parameter]
 """Parameters by their full names in the module."""
@@ -36,6 +40,7 @@ class Samples:
         rows: The chosen samples, by their place in the batch.
         size: Number of samples ``B`` in the batch.
         tolerance: The tolerance of ``docs/design.md`` for the dtype of the computation.
+        noise: What rounding alone does to the gradients, as norms ``[n]``.
 
     Raises:
         BatchFormatError: If the batch holds fewer than two samples.
@@ -60,6 +65,7 @@ class Samples:
             )
         self.rows: list[int] = sorted(losses.float().topk(min(number, self.size)).indices.tolist())
         self.dtype = self._find_dtype()
+        self.noise = torch.zeros(len(self.rows), dtype=torch.float64)
         self.tolerance = TOLERANCE.get(self.dtype, TOLERANCE[torch.float32])
 
     def losses(self, batch: Any) -> Tensor:
@@ -97,8 +103,15 @@ class Samples:
             found: tuple[Tensor | None, ...] = torch.autograd.grad(
                 losses, list(parameters.values()), only_one, retain_graph=True, allow_unused=True
             )
-            rows.append(torch.cat([_flat(g, p) for g, p in zip(found, parameters.values(), strict=True)]) / scale)
+            rows.append(torch.cat([flatten(g, p) for g, p in zip(found, parameters.values(), strict=True)]) / scale)
         return losses.detach()[list(positions)].double().cpu(), torch.stack(rows)
+
+    def allowed(self, norms: Tensor) -> float:
+        """The largest difference of gradients that is none, relative to their norms ``[n]``."""
+        # Where the model is sure of a sample, rounding moves its gradient by more than the tolerance. The bound keeps
+        # random numbers from passing for rounding.
+        noise = float((self.noise / floored(norms)).max())
+        return max(self.tolerance, min(ROUNDING * noise, MAX_ALLOWED))
 
     def _find_dtype(self) -> torch.dtype:
         first = next(self.module.parameters())
@@ -119,13 +132,18 @@ def relative_difference(found: Tensor, expected: Tensor, norms: Tensor) -> tuple
     Returns:
         The largest difference, and the position of its row.
     """
-    # A gradient far below the others is made of what rounding left of larger numbers.
-    relative = (found - expected).norm(dim=1) / norms.clamp(min=float(norms.mean())).clamp(min=1e-300)
+    relative = (found - expected).norm(dim=1) / floored(norms)
     relative = relative.nan_to_num(float("inf"))
     return float(relative.max()), int(relative.argmax())
 
 
-def _flat(grad: Tensor | None, parameter: Tensor) -> Tensor:
+def floored(norms: Tensor) -> Tensor:
+    """Norms, or their mean where that is more: a gradient far below the others is what rounding left of larger ones."""
+    return norms.clamp(min=float(norms.mean())).clamp(min=1e-300)
+
+
+def flatten(grad: Tensor | None, parameter: Tensor) -> Tensor:
+    """A gradient as a vector in float64 on the CPU; zeros where there is none."""
     if grad is None:
         grad = torch.zeros_like(parameter)
     return (grad.to_dense() if grad.is_sparse else grad).flatten().double().cpu()

@@ -122,6 +122,16 @@ def test_a_module_that_asks_for_its_dtype_takes_larger_steps():
     assert "to 50 %" in check_of(found, "sign").message
 
 
+@pytest.mark.parametrize("margin", [8, 12, 14, 16])
+def test_samples_that_the_model_is_sure_of(margin):
+    """In float32 their gradients are made of rounding, and sums may run in another order for one sample."""
+    module = Net(nn.Tanh(), change=lambda x: x * (1 + 3e-6 * (len(x) > 1)))
+    module.head.bias.data[0] += margin
+    found = verify(module, (data(32)[0], torch.zeros(32, dtype=torch.long)), "all")
+    assert [check.passed for check in found.checks[:2]] == [True, True], str(found)
+    assert check_of(found, "sign").passed is not False, str(found)
+
+
 def test_a_criterion_that_asks_for_its_dtype():
     found = verify(Net(), data(), loss_fn=nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 2.0, 3.0])))
     assert check_of(found, "sign").passed, str(found)
