@@ -137,6 +137,12 @@ def test_a_criterion_that_asks_for_its_dtype():
     assert check_of(found, "sign").passed, str(found)
 
 
+def test_a_loss_in_float32_takes_larger_steps():
+    found = verify(Net(), data(), loss_fn=lambda o, y: F.cross_entropy(o.float(), y, reduction="none"))
+    assert check_of(found, "sign").passed, str(found)
+    assert "to 50 %" in check_of(found, "sign").message
+
+
 @pytest.mark.parametrize("form", ["mapping", "step"])
 def test_batches_as_the_adapter_reads_them(form):
     class OwnStep(Net):
@@ -362,8 +368,10 @@ def test_a_wrong_rule_whose_sum_is_right():
     assert verify(Net(Scale()), data(), "body.0")
 
 
-def test_wrong_products_are_told_from_wrong_gradients(monkeypatch):
-    monkeypatch.setattr(exactness, "dot", lambda a, b: -torch.ones(a.num_samples, b.num_samples))
+@pytest.mark.parametrize("product", ["dot", "squared_norms"])
+def test_wrong_products_are_told_from_wrong_gradients(product, monkeypatch):
+    right = getattr(exactness, product)
+    monkeypatch.setattr(exactness, product, lambda *parts: right(*parts) + 1)
     check = check_of(verify(Net(), data()), "exactness")
     assert check.passed is False
     assert "Gradients are right, but their products are off" in check.message
