@@ -6,6 +6,7 @@ from lightning_gradsim.errors import GradSimError, GradSimWarning
 from lightning_gradsim.factors import IndexedFactors, OuterFactors, dot, squared_norms
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report, Suspect, SuspectTable
 from lightning_gradsim.rules import register_rule
+from lightning_gradsim.verification import Check, Verification, verify
 from lightning_gradsim.wrapper import PerSampleGradients
 
 __all__ = [  # noqa: RUF022 -- grouped for readers
@@ -26,6 +27,10 @@ __all__ = [  # noqa: RUF022 -- grouped for readers
     "dot",
     "register_rule",
     "squared_norms",
+    # A self-check
+    "Check",
+    "Verification",
+    "verify",
     # Errors and warnings
     "GradSimError",
     "GradSimWarning",

@@ -49,5 +49,9 @@ class TrainingDataError(GradSimError, ValueError):
     """The training data cannot be read by sample id."""
 
 
+class VerificationError(GradSimError, AssertionError):
+    """A self-check failed."""
+
+
 class GradSimWarning(UserWarning):
     """Something limits what the callback can say; training is not affected."""

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put every submodule into eval mode, leave inference mode, and restore both afterwards.
+def preserving(module: nn.Module) -> Iterator[None]:
+    """Leave inference mode, and restore it, the mode of every submodule and every buffer afterwards.
 
-    The flags are set one by one instead of by ``eval()``: a user's own ``train`` method may do more than set a flag.
     Compiled modules run eagerly meanwhile, as our hooks would not fire inside them. Buffers that a forward changes even
     in eval mode (counters, moving averages) get their values back.
 
@@ -23,7 +22,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    modes = [(submodule, submodule.training) for submodule in module.modules() if submodule.training]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     buffers = [
         (owner, name, buffer, buffer.clone(), 0 if buffer.is_inference() else buffer._version)
         for owner in module.modules()
@@ -32,18 +31,43 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     eager = torch.compiler.set_stance("force_eager") if is_compiled(module) else nullcontext()
     with torch.inference_mode(False), torch.no_grad(), eager, without_fast_attention():
         try:
-            for submodule, _ in modes:
-                submodule.training = False
             yield
         finally:
             for submodule, mode in modes:
-                submodule.training = mode
+                if submodule.training != mode:
+                    submodule.training = mode
             for owner, name, buffer, value, version in buffers:
                 if getattr(owner, name) is not buffer:
                     setattr(owner, name, buffer)
                 # By version, not by value: a comparison would wait for the device.
                 if not buffer.is_inference() and buffer._version != version:
                     buffer.copy_(value)
+                elif _may_hold_running_statistics(buffer):
+                    buffer.data.copy_(value)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put every submodule into eval mode, and restore what ``preserving`` does.
+
+    The flags are set one by one instead of by ``eval()``: a user's own ``train`` method may do more than set a flag.
+
+    Args:
+        module: The user's module.
+
+    Yields:
+        Nothing.
+    """
+    with preserving(module):
+        for submodule in module.modules():
+            if submodule.training:
+                submodule.training = False
+        yield
+
+
+def _may_hold_running_statistics(buffer: Tensor) -> bool:
+    # PyTorch's batch normalisation writes its running statistics past the version counter.
+    return buffer.ndim == 1 and buffer.is_floating_point() and buffer.is_contiguous() and not buffer.is_inference()
 
 
 @contextmanager

@@ -43,14 +43,18 @@ class Recompute:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-class _Owner(nn.Module):
-    """Gives the parameters that a function uses an owner that ``functional_call`` can ask."""
+class Owner(nn.Module):
+    """Gives the parameters that a function uses an owner that ``functional_call`` can ask.
+
+    Their names begin with ``module.`` there.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, function: Callable[[], Tensor]) -> Tensor:
+        """Call the function."""
         return function()
 
 
@@ -75,7 +79,7 @@ class WholeModule:
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self.step: Literal["vmap", "one at a time"] = "vmap"
         self.reason = ""
-        self._owner = [_Owner(module)]
+        self._owner = [Owner(module)]
         self._parameters = dict(parameters)
         self._has_run = False
         self._is_checked = False

@@ -5,7 +5,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from lightning_gradsim.batches import copy_batch, join_samples, take_sample, tensors_of
+from lightning_gradsim.batches import copy_batch, join_samples, map_tensors, take_sample, tensors_of
 from lightning_gradsim.errors import BatchFormatError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -137,3 +137,11 @@ def test_a_batch_of_the_users_own_kind_is_left_to_the_adapter():
 def test_tensors_of_goes_in_order():
     first, second, third = torch.zeros(1), torch.ones(2), torch.ones(3)
     assert [len(tensor) for tensor in tensors_of({"a": first, "b": ["text", (second, 3)], "c": third})] == [1, 2, 3]
+
+
+def test_tensors_are_exchanged_in_any_nesting():
+    batch = {"x": [torch.ones(2), "word"], "y": (torch.zeros(()), None, 3)}
+    changed = map_tensors(batch, lambda tensor: tensor + 1)
+    assert_same(changed, {"x": [torch.full((2,), 2.0), "word"], "y": (torch.ones(()), None, 3)})
+    own = object()
+    assert map_tensors(own, torch.neg) is own

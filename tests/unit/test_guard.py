@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from lightning_gradsim.guard import evaluating
+from lightning_gradsim.guard import evaluating, preserving
 
 
 class Surprising(nn.Module):
@@ -70,3 +71,39 @@ def test_buffers_stay():
     with evaluating(module):
         module[1](torch.randn(4, 3))
     assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+
+
+def test_preserving_leaves_the_modes_and_restores_what_a_forward_changes():
+    module, modes = make()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with preserving(module):
+        assert [part.training for part in module.modules()] == modes
+        module[1].training = True
+        module[1](torch.randn(4, 3))
+        assert not torch.equal(module[1].running_mean, before["1.running_mean"])
+    assert [part.training for part in module.modules()] == modes
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+
+
+class LearnsInEval(nn.Module):
+    """Normalises by the batch in every mode, and averages its statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+        self.register_buffer("same", torch.ones(1).expand(4))  # cannot be written to
+
+    def forward(self, x):
+        return F.batch_norm(x, self.mean, self.var, training=True)
+
+
+def test_running_statistics_that_a_forward_changes_in_eval_mode():
+    module = LearnsInEval()
+    versions = [buffer._version for buffer in module.buffers()]
+    with evaluating(module):
+        module(torch.randn(4, 3) + 5)
+        assert module.mean.min() > 0.1
+    assert torch.equal(module.mean, torch.zeros(3))
+    assert torch.equal(module.var, torch.ones(3))
+    assert [buffer._version for buffer in module.buffers()] == versions
