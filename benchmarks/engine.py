@@ -27,15 +27,14 @@ from engine_ways import Ways, found_products
 from head_pass import TOLERANCE, describe_machine
 from timing import fitting_count, time_interleaved
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+
+from lightning_gradsim import flops
 
 BATCH_SIZES = {"mlp": [64, 512]}
 """Batch sizes of a network unless told otherwise; 64 alone for all that are not named."""
 WHOLE = ("forward", "train", "ours", "teachers")
 """Ways that go through all samples; the others go through as many as fit into `--seconds`, in whole batches."""
 MATRIX_SIZE = 1024
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Reference:
@@ -150,19 +149,15 @@ def count_flops(ways: Ways, chosen: list[str]) -> dict[str, float]:
     num_samples, batch_size = len(ways.work.labels), ways.batch_size
 
     def count(function: Callable[[int], Any], number: int) -> float:
-        # The attention that torch runs on a CPU is not in its own table.
-        table = {ATTENTION: sdpa_flop, ATTENTION_BACKWARD: sdpa_backward_flop}
-        with FlopCounterMode(display=False, custom_mapping=table) as counter:
-            function(number)
-        return float(counter.get_total_flops())
+        return float(flops.count_flops(lambda: function(number)))
 
     functions = ways.by_name()
-    flops = {name: count(functions[name], batch_size) / batch_size for name in ("forward", "train")}
+    counted = {name: count(functions[name], batch_size) / batch_size for name in ("forward", "train")}
     if "ours" in chosen:
         first, whole = count(functions["ours"], batch_size), count(functions["ours"], num_samples)
         further = num_samples - batch_size
-        flops["ours"] = (whole - first) / further if further else whole / num_samples
-    return flops
+        counted["ours"] = (whole - first) / further if further else whole / num_samples
+    return counted
 
 
 def matrix_rate(repeats: int = 7) -> float:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.batches import take_rows
 from lightning_gradsim.errors import BatchFormatError, LabelRangeError
 from lightning_gradsim.factors import Factors
+from lightning_gradsim.flops import count_flops
 from lightning_gradsim.memory import GraphMeter, Portions, default_budget
 from lightning_gradsim.whole_module import Recompute
 from lightning_gradsim.wrapper import PerSampleGradients
@@ -135,11 +135,11 @@ class BatchRunner:
 
     def _count_flops(self, batch: Any, number: int) -> int | None:
         try:
-            with torch.no_grad(), self._context(), FlopCounterMode(display=False) as counter:
-                self._adapter.sample_losses(self._module, batch)
+            with torch.no_grad(), self._context():
+                flops = count_flops(lambda: self._adapter.sample_losses(self._module, batch))
         except Exception:  # only the plan's last column depends on it; what is wrong with the batch shows in its step
             return None
-        return int(counter.get_total_flops()) // max(1, number)
+        return flops // max(1, number)
 
     def _measure(self, meter: GraphMeter, factors: dict[str, Factors], number: int) -> None:
         """Learn from the first run, which keeps its whole graph, and from the second, which is like all others."""
