@@ -11,16 +11,20 @@ from engine_ways import Ways
 from head_pass import STEPS, Stopwatch
 from torch.profiler import ProfilerActivity, profile
 
-import lightning_gradsim.engine
+import lightning_gradsim.scorer
 import lightning_gradsim.wrapper
 from lightning_gradsim import PerSampleGradients
+from lightning_gradsim.recorder import Recorder
 
 PARTS = {
     **STEPS,
-    "backward": [(lightning_gradsim.wrapper, "_output_grads")],
-    "rules": [(PerSampleGradients, "_one_call")],
-    "first-batch checks": [(PerSampleGradients, "_check_sum"), (PerSampleGradients, "_check_rows")],
-    "joining of batches": [(lightning_gradsim.engine, "_join")],
+    "backward": [(Recorder, "output_grads")],
+    "rules": [(PerSampleGradients, "_by_rule")],
+    "first-batch checks": [
+        (lightning_gradsim.wrapper, "find_wrong_sums"),
+        (lightning_gradsim.wrapper, "find_mixed_rows"),
+    ],
+    "joining of batches": [(lightning_gradsim.scorer, "concatenate_layers")],
 }
 """As in `head_pass.py`: the time inside these functions, without that inside others of the list."""
 NUM_OPERATIONS = 20

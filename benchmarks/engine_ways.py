@@ -14,7 +14,8 @@ from engine_models import Work
 from torch import Tensor, nn
 
 from lightning_gradsim import Adapter
-from lightning_gradsim.engine import EngineSettings, PassResult, QueryBatch, run_pass
+from lightning_gradsim.engine import EngineSettings, PassResult, run_pass
+from lightning_gradsim.query_side import QueryBatch
 
 BLOCK = 16
 """Gradients that the one-by-one way multiplies at a time."""

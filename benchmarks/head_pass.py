@@ -28,9 +28,10 @@ from timing import time_interleaved
 from torch import Tensor, nn
 
 import lightning_gradsim.adapter
-import lightning_gradsim.engine
+import lightning_gradsim.scorer
 from lightning_gradsim import Adapter, PerSampleGradients
-from lightning_gradsim.engine import EngineSettings, PassResult, QueryBatch, run_pass
+from lightning_gradsim.engine import EngineSettings, PassResult, run_pass
+from lightning_gradsim.query_side import QueryBatch
 from lightning_gradsim.sample_statistics import SampleStatistics
 from lightning_gradsim.topk import TopK
 
@@ -42,10 +43,10 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
     "predictions": [(lightning_gradsim.adapter, "read_outcome")],
     "factors": [(PerSampleGradients, "factors")],
     "products and norms": [
-        (lightning_gradsim.engine, "dot_and_squared_norms"),
-        (lightning_gradsim.engine, "squared_norms"),
+        (lightning_gradsim.scorer, "dot_and_squared_norms"),
+        (lightning_gradsim.scorer, "squared_norms"),
     ],
-    "similarities": [(lightning_gradsim.engine, "compute_similarity")],
+    "similarities": [(lightning_gradsim.scorer, "compute_similarity")],
     "top-k": [(TopK, "update"), (TopK, "compute")],
     "statistics": [(SampleStatistics, "update"), (SampleStatistics, "compute")],
 }

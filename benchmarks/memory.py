@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.engine import EngineSettings, QueryBatch, run_pass
+from lightning_gradsim.engine import EngineSettings, run_pass
+from lightning_gradsim.query_side import QueryBatch
 
 SIZES = (10_000, 200_000)
 STATED_BYTES = 23

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples, tensors_of
-from lightning_gradsim.engine import EngineSettings, QueryBatch, run_pass
+from lightning_gradsim.engine import EngineSettings, run_pass
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.queries import Query, QuerySelection
+from lightning_gradsim.query_side import QueryBatch
 from lightning_gradsim.report import QueryReport, Report
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import (

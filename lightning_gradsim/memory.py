@@ -54,6 +54,12 @@ def default_budget(device: torch.device) -> int:
     return int(DEFAULT_SHARE * free_memory(device))
 
 
+def release_memory() -> None:
+    """Give back what failed attempts have left, before a smaller one."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 class Portions:
     """A number of samples that are worked on together, halved whenever memory does not suffice.
 
@@ -96,8 +102,7 @@ class Portions:
                 yield result
                 continue
             # Beyond the `except` block, which keeps the failed attempt's tensors alive.
-            gc.collect()
-            torch.cuda.empty_cache()
+            release_memory()
 
 
 class GraphMeter:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.engine import EngineSettings, QueryBatch, run_pass
+from lightning_gradsim.engine import EngineSettings, run_pass
+from lightning_gradsim.query_side import QueryBatch
 
 pytestmark = [
     pytest.mark.gpu,

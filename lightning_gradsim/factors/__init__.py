@@ -14,6 +14,7 @@ from lightning_gradsim.factors.patches import PatchFactors, Window
 from lightning_gradsim.factors.products import (
     MAX_INTERMEDIATE,
     Factors,
+    concatenate_layers,
     concatenate_positions,
     concatenate_samples,
     dot,
@@ -29,6 +30,7 @@ __all__ = [
     "OuterFactors",
     "PatchFactors",
     "Window",
+    "concatenate_layers",
     "concatenate_positions",
     "concatenate_samples",
     "dot",

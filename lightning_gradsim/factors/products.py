@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +60,25 @@ def concatenate_samples(parts: Sequence[Factors]) -> Factors:
     return OuterFactors.concatenate_samples(_all_outer(parts))
 
 
+def concatenate_layers(parts: Sequence[Mapping[str, Factors]]) -> dict[str, Factors]:
+    """Factors of several batches by layer, in order.
+
+    Args:
+        parts: One entry per batch, none of them empty. A layer that a batch did not use may be missing in it.
+
+    Returns:
+        Factors by layer, all of the same samples.
+    """
+    known = {name: factors for part in parts for name, factors in part.items()}
+    sizes = [next(iter(part.values())).num_samples for part in parts]
+    return {
+        name: concatenate_samples(
+            [part[name] if name in part else some.unused(size) for part, size in zip(parts, sizes, strict=True)]
+        )
+        for name, some in known.items()
+    }
+
+
 def dot(queries: Factors, train: Factors, *, max_intermediate: int = MAX_INTERMEDIATE) -> Tensor:
     """Dot products of the per-sample gradients of two sets of samples.
 
@@ -112,14 +131,16 @@ def squared_norms(factors: Factors, *, max_intermediate: int = MAX_INTERMEDIATE)
 
 
 def dot_and_squared_norms(
-    queries: Factors, train: Factors, *, max_intermediate: int = MAX_INTERMEDIATE
+    queries: Factors, train: Factors, *, max_intermediate: int = MAX_INTERMEDIATE, keep: bool = True
 ) -> tuple[Tensor, Tensor]:
     """``dot`` and the ``squared_norms`` of the training samples, whose gradients are materialised at most once.
 
     Args:
-        queries: Factors of ``m`` samples. Their materialised gradients are computed once and kept.
+        queries: Factors of ``m`` samples.
         train: Factors of ``n`` samples of the same layer.
         max_intermediate: Elements that one intermediate tensor may have.
+        keep: Whether materialised gradients of the queries are computed once and kept; else they are built anew, block
+            by block.
 
     Returns:
         Products ``[m, n]`` and squared norms ``[n]``.
@@ -128,7 +149,8 @@ def dot_and_squared_norms(
     if is_indexed or uses_gram(queries, train):  # type: ignore[arg-type]
         products = dot(queries, train, max_intermediate=max_intermediate)
         return products, squared_norms(train, max_intermediate=max_intermediate)
-    return _materialised(queries, train, max_intermediate)  # type: ignore[arg-type]
+    compute = _materialised if keep else _materialised_anew
+    return compute(queries, train, max_intermediate)  # type: ignore[arg-type]
 
 
 def uses_gram(queries: OuterFactors | PatchFactors, train: OuterFactors | PatchFactors) -> bool:
@@ -190,6 +212,28 @@ def _materialised(
         products[:, block.rows].addmm_(flat[:, block.columns], block.gradients.T)
         # Quicker than the sum of the squares, which would be written out first.
         norms[block.rows] += torch.linalg.vector_norm(block.gradients, dim=1).square()
+    return products, norms
+
+
+def _materialised_anew(
+    queries: OuterFactors | PatchFactors, train: OuterFactors | PatchFactors, max_intermediate: int
+) -> tuple[Tensor, Tensor]:
+    """The same without ever holding all gradients of the queries."""
+    like = train.output_grads
+    products = like.new_zeros(queries.num_samples, train.num_samples)
+    norms = like.new_zeros(train.num_samples)
+    if isinstance(queries, OuterFactors) and isinstance(train, OuterFactors):
+        # Blocks of the same parameters, side by side.
+        step = max(1, max_intermediate // max(1, queries.num_samples, train.num_samples))
+        pairs = zip(queries.blocks(step * queries.num_samples), train.blocks(step * train.num_samples), strict=True)
+        for left, right in pairs:
+            products.addmm_(left.gradients, right.gradients.T)
+            norms += torch.linalg.vector_norm(right.gradients, dim=1).square()
+        return products, norms
+    rows = max(1, max_intermediate // max(1, train.num_parameters))
+    for start in range(0, queries.num_samples, rows):
+        part = queries.samples(slice(start, start + rows))
+        products[start : start + rows], norms = _materialised(part, train, max_intermediate)
     return products, norms
 
 

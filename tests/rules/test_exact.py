@@ -1,17 +1,18 @@
 """Every case of the table, and every way to cut the work, against one-sample-at-a-time autograd."""
 
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
 
-from lightning_gradsim import engine, rules
+from lightning_gradsim import rules, scorer
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.engine import EngineSettings, QueryBatch, run_pass
-from lightning_gradsim.factors import concatenate_samples, dot, dot_and_squared_norms, squared_norms
+from lightning_gradsim.engine import EngineSettings, run_pass
+from lightning_gradsim.factors import concatenate_samples, dot, squared_norms
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import own_parameters
+from lightning_gradsim.query_side import QueryBatch
 from lightning_gradsim.scores import SIMILARITIES, compute_similarity
 from lightning_gradsim.wrapper import PerSampleGradients
 from tests.cases import CASES
@@ -178,23 +179,21 @@ def test_pass_by_similarity(case, similarity):
 
 @every_case
 @pytest.mark.parametrize(
-    ("batch_size", "scored_together", "max_intermediate", "groups"),
+    ("batch_size", "scored_together", "memory_budget", "groups"),
     [
         (1, 1, 1, [[0], [1], [2], [3], [4], [5]]),
-        (3, 7, 200, [[3, 0, 5], [4, 1], [2]]),
-        (64, 1024, 2**20, [[5, 4, 3, 2, 1, 0]]),
+        (7, 7, 20_000, [[3, 0, 5], [4, 1], [2]]),
+        (64, 1024, 2**30, [[5, 4, 3, 2, 1, 0]]),
+        (64, 1024, 1, [[0, 1, 2, 3, 4, 5]]),
     ],
-    ids=["singly", "in-parts", "at-once"],
+    ids=["singly", "in-parts", "at-once", "no-memory"],
 )
-def test_any_cut(case, batch_size, scored_together, max_intermediate, groups, monkeypatch):
-    """Size of batches, of what is scored together and of chunks, order of the samples, grouping of the queries."""
-    monkeypatch.setattr(engine, "GROUP_SAMPLES", scored_together)
-    monkeypatch.setattr(
-        engine, "dot_and_squared_norms", partial(dot_and_squared_norms, max_intermediate=max_intermediate)
-    )
-    monkeypatch.setattr(engine, "squared_norms", partial(squared_norms, max_intermediate=max_intermediate))
+def test_any_cut(case, batch_size, scored_together, memory_budget, groups, monkeypatch):
+    """Size of batches, of what is scored together and of all chunks, order of the samples, grouping of the queries."""
+    monkeypatch.setattr(scorer, "GROUP_SAMPLES", scored_together)
+    monkeypatch.setattr(scorer, "MIN_INTERMEDIATE", 1)
     order = torch.randperm(case.num_train, generator=torch.Generator().manual_seed(batch_size))
-    result = pass_over(case.build(), batch_size=batch_size, order=order, groups=groups)
+    result = pass_over(case.build(), batch_size=batch_size, order=order, groups=groups, memory_budget=memory_budget)
     assert_is_exact(result, case, 1e-10)
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.engine import NUM_WITNESSES, EngineSettings, QueryBatch, run_pass
+from lightning_gradsim.engine import EngineSettings, run_pass
 from lightning_gradsim.errors import GradSimError, LabelRangeError, NonFiniteError, SampleMixingError
+from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch
 from lightning_gradsim.scores import SIMILARITIES
 from tests.cases import Net
 

@@ -1,0 +1,206 @@
+"""The queries of a pass: all that does not depend on training samples, and the lists that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gradsim.adapter import Step
+from lightning_gradsim.batch_runner import BatchRunner
+from lightning_gradsim.errors import NonFiniteError
+from lightning_gradsim.factors import Factors, IndexedFactors, concatenate_layers, squared_norms
+from lightning_gradsim.report import InfluentialSample, QueryReport, SuspectTable, to_label
+from lightning_gradsim.sample_statistics import labels_of
+from lightning_gradsim.topk import TopK
+
+NUM_WITNESSES = 8
+"""Closest training samples that must agree before a query's own label is called doubtful (see docs/design.md)."""
+DOUBTFUL_PROBABILITY = 0.01
+"""Probability of the given label below which the model must be, too."""
+QUERY_SHARE = 0.25
+"""Share of the memory budget up to which the queries' materialised gradients are kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class QueryBatch:
+    """Queries that share a batch.
+
+    Attributes:
+        positions: Which queries these are, in the order of the batch.
+        batch: The batch, on the module's device.
+    """
+
+    positions: Sequence[int]
+    batch: Any
+
+
+@dataclass(frozen=True, eq=False)
+class QuerySide:
+    """The ``M`` queries that are still wrong.
+
+    Attributes:
+        positions: Which queries these are.
+        reports: Their records, without lists.
+        label_probabilities: Probabilities of the given labels; 1 where there are no exclusive classes.
+        factors: By layer, ``M`` gradients for the given labels, then ``M`` for the predicted ones if there are any.
+        squared_norms: Their squared norms, ``[M]`` or ``[2 M]``.
+        has_teachers: Whether there are gradients for the predicted labels.
+        kept: Layers whose materialised gradients are kept during the pass; those of others would take too much memory.
+    """
+
+    positions: list[int]
+    reports: list[QueryReport]
+    label_probabilities: list[float]
+    factors: Mapping[str, Factors]
+    squared_norms: Tensor
+    has_teachers: bool
+    kept: frozenset[str]
+
+    def without_kept(self) -> QuerySide:
+        """The same queries without anything that was computed and kept."""
+        fresh = {name: factors.samples(slice(None)) for name, factors in self.factors.items()}
+        return replace(self, factors=fresh, kept=frozenset())
+
+
+def prepare_queries(runner: BatchRunner, query_batches: Sequence[QueryBatch], *, teachers: bool) -> QuerySide | None:
+    """Gradients of the queries that are still wrong.
+
+    Args:
+        runner: Runs batches.
+        query_batches: The queries.
+        teachers: Whether gradients for the predicted labels are wanted, too.
+
+    Returns:
+        The queries, or ``None`` if none is wrong under the weights present.
+
+    Raises:
+        NonFiniteError: If a query's loss or gradient is not finite.
+    """
+    positions: list[int] = []
+    reports: list[QueryReport] = []
+    label_probabilities: list[float] = []
+    given: list[dict[str, Factors]] = []
+    predicted: list[dict[str, Factors]] = []
+    for part in query_batches:
+        for portion in runner.run(part.batch, len(part.positions), predicted=teachers):
+            step = portion.step
+            _check_query_losses(step)
+            # Weights may have changed since validation met the sample (EMA): those that are right by now are dropped.
+            rows = step.outcome.wrong.nonzero().flatten()
+            given.append(_rows(portion.factors, rows))
+            if portion.predicted is not None:
+                predicted.append(_rows(portion.predicted, rows))
+            positions += [part.positions[portion.rows.start + row] for row in rows.tolist()]
+            reports += [_without_lists(step, row) for row in rows.tolist()]
+            probabilities = step.outcome.label_probabilities
+            label_probabilities += [1.0] * len(rows) if probabilities is None else probabilities[rows].tolist()
+    if not positions:
+        return None
+    has_teachers = len(predicted) == len(given)
+    parts = given + predicted if has_teachers else given
+    factors = concatenate_layers(parts)
+    norms = reduce(torch.add, [squared_norms(layer_factors) for layer_factors in factors.values()])
+    if not bool(norms.isfinite().all()):
+        raise NonFiniteError(
+            "The gradient of a query is not finite, although its loss is. Nothing is scored. Check the layers above "
+            f"{', '.join(f'`{name}`' for name in factors)} in eval mode."
+        )
+    kept = _fitting(factors, QUERY_SHARE * runner.memory_budget)
+    return QuerySide(positions, reports, label_probabilities, factors, norms, has_teachers, kept)
+
+
+def query_reports(
+    queries: QuerySide, top: TopK, suspects: SuspectTable, top_k: int
+) -> Iterator[tuple[int, QueryReport]]:
+    """The queries' records with their lists.
+
+    Args:
+        queries: The queries.
+        top: The best of the rows of ``scorer.Scorer``.
+        suspects: All training samples.
+        top_k: Length of each list.
+
+    Yields:
+        Position and record of each query.
+    """
+    all_scores, all_ids = (values.cpu() for values in top.compute())
+    labels = labels_of(suspects, all_ids.unique().tolist())
+    scores, ids = all_scores.tolist(), all_ids.tolist()
+    num_queries = len(queries.positions)
+    for row, (position, report) in enumerate(zip(queries.positions, queries.reports, strict=True)):
+        lists = [
+            tuple(
+                # The first rows, those of the harmful, hold similarities with their sign turned.
+                InfluentialSample(
+                    i, labels[i], -score if place < num_queries else score, labels[i] == report.prediction
+                )
+                for i, score in zip(ids[place], scores[place], strict=True)
+                if score > 0  # an opponent opposes and a proponent supports, however few samples there are
+            )
+            for place in range(row, len(scores), num_queries)
+        ]
+        harmful, look_alikes, *for_prediction = lists
+        teachers, predicted_look_alikes = for_prediction or ((), ())
+        yield (
+            position,
+            replace(
+                report,
+                harmful=harmful[:top_k],
+                look_alikes=look_alikes[:top_k],
+                teachers=teachers[:top_k],
+                label_looks_wrong=queries.label_probabilities[row] < DOUBTFUL_PROBABILITY
+                and _agree(look_alikes, predicted_look_alikes),
+            ),
+        )
+
+
+def _agree(given: Sequence[InfluentialSample], predicted: Sequence[InfluentialSample]) -> bool:
+    """Whether the closest samples, whichever of the two labels is right, all carry the predicted one."""
+    if len(predicted) < NUM_WITNESSES:
+        return False
+    closest = sorted([*given, *predicted], key=lambda sample: (-sample.score, sample.sample_id))[:NUM_WITNESSES]
+    return all(sample.label_is_prediction for sample in closest)
+
+
+def _without_lists(step: Step, row: int) -> QueryReport:
+    outcome = step.outcome
+    return QueryReport(
+        sample_id=None,
+        dataloader_idx=0,
+        label=to_label(outcome.labels[row]),
+        prediction=to_label(outcome.predictions[row]),
+        probability=None if outcome.probabilities is None else float(outcome.probabilities[row]),
+        loss=float(step.losses[row].detach()),
+    )
+
+
+def _rows(factors: Mapping[str, Factors], rows: Tensor) -> dict[str, Factors]:
+    return {name: layer_factors.samples(rows) for name, layer_factors in factors.items()}
+
+
+def _check_query_losses(step: Step) -> None:
+    if not bool(step.losses.detach().isfinite().all()):
+        raise NonFiniteError(
+            "The loss of a query is not finite under the weights present at scoring. Nothing is scored. Check the loss "
+            "in eval mode."
+        )
+
+
+def _fitting(factors: Mapping[str, Factors], num_bytes: float) -> frozenset[str]:
+    """Layers whose gradients fit together, the small ones first."""
+    kept = set()
+    sizes = {
+        name: (0 if isinstance(f, IndexedFactors) else f.num_samples * f.num_parameters * f.output_grads.element_size())
+        for name, f in factors.items()
+    }
+    for name, size in sorted(sizes.items(), key=lambda item: item[1]):
+        num_bytes -= size
+        if num_bytes < 0:
+            break
+        kept.add(name)
+    return frozenset(kept)
