@@ -4,6 +4,8 @@ from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.callback import GradSimCallback
 from lightning_gradsim.errors import GradSimError, GradSimWarning
 from lightning_gradsim.factors import IndexedFactors, OuterFactors, dot, squared_norms
+from lightning_gradsim.plan_record import LayerPlan, Plan
+from lightning_gradsim.planner import plan
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report, Suspect, SuspectTable
 from lightning_gradsim.rules import register_rule
 from lightning_gradsim.verification import Check, Verification, verify
@@ -27,6 +29,10 @@ __all__ = [  # noqa: RUF022 -- grouped for readers
     "dot",
     "register_rule",
     "squared_norms",
+    # What a pass will cost
+    "LayerPlan",
+    "Plan",
+    "plan",
     # A self-check
     "Check",
     "Verification",

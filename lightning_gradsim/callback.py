@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.arguments import check_choice, check_count, check_normalisation, check_type, is_list_of
 from lightning_gradsim.batches import copy_batch
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
@@ -23,6 +24,8 @@ from lightning_gradsim.guard import evaluating, is_compiled
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
 from lightning_gradsim.loss_check import UNCHECKED, LossCheck
 from lightning_gradsim.losses import LossFunction
+from lightning_gradsim.plan_record import Plan
+from lightning_gradsim.planner import plan
 from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection
 from lightning_gradsim.report import Report
 from lightning_gradsim.scores import SIMILARITIES, Similarity
@@ -31,6 +34,7 @@ from lightning_gradsim.train_pass import is_in_order, make_reader, sample_ids
 from lightning_gradsim.views import mistake_panel
 
 STATE_VERSION = 1
+logger = logging.getLogger(__name__)
 
 
 class GradSimCallback(Callback):
@@ -63,6 +67,8 @@ class GradSimCallback(Callback):
         mean: Mean of the images' normalisation, a value a channel, undone on panels.
         std: Standard deviation of the images' normalisation, undone on panels.
         show_teachers: Whether panels show who taught the wrong prediction, too.
+        memory_budget: Bytes that a pass may take beside the module and the batch at hand; by default a quarter of what
+            is free. Results do not depend on it.
         seed: Seed of random choices; they touch no global generator.
         name: Folder, tag prefix and state key.
         on_error: ``"warn"``: what fails inside is reported, training goes on, and after three failures in a row the
@@ -98,32 +104,34 @@ class GradSimCallback(Callback):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         show_teachers: bool = False,
+        memory_budget: int | None = None,
         seed: int = 0,
         name: str = "gradsim",
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
         super().__init__()
         check_layer_spec(layers)
-        _check_choice("similarity", similarity, SIMILARITIES)
-        _check_choice("query_policy", query_policy, QUERY_POLICIES)
-        _check_choice("on_error", on_error, ("warn", "raise"))
+        check_choice("similarity", similarity, SIMILARITIES)
+        check_choice("query_policy", query_policy, QUERY_POLICIES)
+        check_choice("on_error", on_error, ("warn", "raise"))
         for argument, value in {
             "num_queries": num_queries,
             "top_k": top_k,
             "every_n_epochs": every_n_epochs,
             "max_train_samples": max_train_samples,
+            "memory_budget": memory_budget,
         }.items():
-            _check_count(argument, value, optional=argument == "max_train_samples")
-        _check_type("name", name, isinstance(name, str), "a string")
-        _check_type("seed", seed, isinstance(seed, int), "a whole number")
-        _check_type("loss_fn", loss_fn, loss_fn is None or callable(loss_fn), "a criterion or a function")
-        _check_type("class_names", class_names, _is_list_of(class_names, str), "a list of strings")
+            check_count(argument, value, optional=argument in ("max_train_samples", "memory_budget"))
+        check_type("name", name, isinstance(name, str), "a string")
+        check_type("seed", seed, isinstance(seed, int), "a whole number")
+        check_type("loss_fn", loss_fn, loss_fn is None or callable(loss_fn), "a criterion or a function")
+        check_type("class_names", class_names, is_list_of(class_names, str), "a list of strings")
         if name in {"", ".", ".."} or "/" in name or "\\" in name:
             raise ValueError(f"`name={name!r}` cannot name a folder. Expected a non-empty string without slashes.")
-        _check_normalisation(mean, std)
+        check_normalisation(mean, std)
         if adapter is not None and not isinstance(adapter, Adapter):
             raise TypeError(f"`adapter` is a {type(adapter).__name__}. Expected an instance of an `Adapter` subclass.")
-        self.settings = EngineSettings(layers, similarity, top_k)
+        self.settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget)
         self.num_queries, self.every_n_epochs, self.query_policy = num_queries, every_n_epochs, query_policy
         self.loss_fn, self.adapter, self.train_data = loss_fn, adapter or Adapter(), train_data
         self.max_train_samples, self.seed = max_train_samples, seed
@@ -138,6 +146,7 @@ class GradSimCallback(Callback):
         self._ids: dict[int, Tensor | None] = {}
         self._num_seen: dict[int, int] = {}
         self._batch_idx = -1
+        self._logged_plan = ""
         self._failures = Failures(type(self).__name__)
 
     @staticmethod
@@ -151,6 +160,28 @@ class GradSimCallback(Callback):
             The names.
         """
         return list(trainable_layers(module))
+
+    def plan(self, module: nn.Module, batch: Any, *, show: bool = True) -> Plan:
+        """What a pass with these settings would compute on such batches, and what it would cost.
+
+        Args:
+            module: The user's module; it is left as found.
+            batch: A training batch, on the module's device.
+            show: Whether the table is printed.
+
+        Returns:
+            The plan.
+        """
+        return plan(
+            module,
+            batch,
+            self.settings.layers,
+            num_queries=self.num_queries,
+            memory_budget=self.settings.memory_budget,
+            loss_fn=self.loss_fn,
+            adapter=self.adapter,
+            show=show,
+        )
 
     @property
     def state_key(self) -> str:
@@ -272,6 +303,7 @@ class GradSimCallback(Callback):
                 seconds=self._clock.validation_seconds,
                 time_share=self._clock.share,
             )
+            self._log_plan(report)
             self._publish(trainer, report, kept)
             self._failures.in_a_row = 0
 
@@ -312,6 +344,13 @@ class GradSimCallback(Callback):
         if source is not None and source is not self._source:
             make_reader(source)  # raises now for data that could not be read after a whole epoch
             self._source, self._reference = source, None
+
+    def _log_plan(self, report: Report) -> None:
+        """Once, and again where it is another one."""
+        steps = "" if report.plan is None else str([(layer.name, layer.step) for layer in report.plan.layers])
+        if steps != self._logged_plan:
+            self._logged_plan = steps
+            logger.info("the plan of `%s`:\n%s", self.name, report.plan)
 
     def _publish(self, trainer: Trainer, report: Report, kept: Sequence[Query]) -> None:
         assert self._reference is not None
@@ -354,38 +393,3 @@ class GradSimCallback(Callback):
         self._loaders = []
         self._loss_check.remove()
         self._clock.end_run()
-
-
-def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{argument}={value!r}` is not known. Expected one of {', '.join(map(repr, choices))}.")
-
-
-def _check_type(argument: str, value: object, fits: bool, expected: str) -> None:
-    if not fits:
-        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. Expected {expected}.")
-
-
-def _check_normalisation(mean: Sequence[float] | None, std: Sequence[float] | None) -> None:
-    if (mean is None) != (std is None):
-        raise ValueError("`mean` and `std` undo a normalisation together. Pass both or neither.")
-    for argument, values in {"mean": mean, "std": std}.items():
-        _check_type(argument, values, _is_list_of(values, Real), "a list of numbers, one a channel")
-    if mean is not None and std is not None and (len(mean) != len(std) or not all(value > 0 for value in std)):
-        raise ValueError(f"`mean={mean!r}` and `std={std!r}`. Expected one number a channel in both, `std` above 0.")
-
-
-def _is_list_of(values: object, kinds: type) -> bool:
-    """Whether this is ``None``, or several such values (an array, too) and not a string."""
-    if values is None:
-        return True
-    return isinstance(values, Iterable) and not isinstance(values, str) and all(isinstance(v, kinds) for v in values)
-
-
-def _check_count(argument: str, value: object, *, optional: bool) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. Expected a whole number of at least 1.")
-    if value < 1:
-        raise ValueError(f"`{argument}={value}` is too small. Expected a whole number of at least 1.")

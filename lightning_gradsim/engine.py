@@ -14,6 +14,8 @@ from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
 from lightning_gradsim.errors import LabelRangeError
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec
+from lightning_gradsim.plan_record import Plan
+from lightning_gradsim.planner import make_plan
 from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch, prepare_queries, query_reports
 from lightning_gradsim.report import QueryReport, SuspectTable
 from lightning_gradsim.scorer import Scorer
@@ -53,6 +55,8 @@ class PassResult:
         suspects: All training samples by self-influence.
         has_teachers: Whether predictions have a loss, so that teachers could be found.
         num_samples: Training samples scored.
+        plan: How it was computed; ``None`` without training samples.
+        ran_short: Whether memory did not suffice for what was planned, so that smaller pieces were taken.
     """
 
     layers: tuple[str, ...]
@@ -60,6 +64,8 @@ class PassResult:
     suspects: SuspectTable
     has_teachers: bool
     num_samples: int
+    plan: Plan | None
+    ran_short: bool
 
 
 def run_pass(
@@ -89,19 +95,25 @@ def run_pass(
         LabelRangeError: If a label lies outside the classes; the samples are named.
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
+    plan = None
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         runner = BatchRunner(module, adapter, gradients, forward_context, settings.memory_budget)
         queries = prepare_queries(runner, query_batches, teachers=settings.teachers)
+        num_query_gradients = 0 if queries is None else len(queries.squared_norms)
         num_kept = max(settings.top_k, NUM_WITNESSES)
         scorer = Scorer(queries, settings.similarity, num_kept, runner.memory_budget)
         for ids, batch in train_batches:
             try:
                 for portion in runner.run(batch, len(ids)):
                     scorer.update(ids[portion.rows], portion.step, portion.factors)
-            except LabelRangeError as error:  # noqa: PERF203 -- names the samples of this batch
+            except LabelRangeError as error:
                 named = ids[list(error.rows)].tolist() if error.rows else ids.tolist()
                 raise LabelRangeError(f"Training samples {named[:10]}: {error}", error.rows) from error
-        names = tuple(gradients.chosen_names()) if gradients.selection else ()
+            if plan is None and len(ids):
+                plan = make_plan(module, gradients, runner, portion.factors, len(ids), num_query_gradients, queries)
+        names = [name for chosen in gradients.names_by_layer().values() for name in chosen]
     suspects = scorer.compute_suspects()
     reports = {} if queries is None else dict(query_reports(queries, scorer.top, suspects, settings.top_k))
-    return PassResult(names, reports, suspects, queries is not None and queries.has_teachers, len(suspects))
+    has_teachers = queries is not None and queries.has_teachers
+    ran_short = scorer.ran_short or runner.portions.was_halved
+    return PassResult(tuple(names), reports, suspects, has_teachers, len(suspects), plan, ran_short)

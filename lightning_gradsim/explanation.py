@@ -33,6 +33,10 @@ AUGMENTED = (
     "training samples are augmented at random: what is scored and shown is one view of each. Pass `train_data=` "
     "without augmentation for the samples as they are"
 )
+RAN_SHORT = (
+    "memory did not suffice for what was planned: smaller pieces were taken, with the same results; pass a smaller "
+    "`memory_budget=` to plan for it"
+)
 PANEL_QUERIES = 6
 PANEL_TILES = 4
 
@@ -157,6 +161,8 @@ def compute_report(
         for i, query in still_wrong.items()
     )
     notes = [*reference.notes, *_notes(selection, queries, has_teachers=result.has_teachers or not queries)]
+    if result.ran_short:
+        notes.append(RAN_SHORT)
     report = Report(
         epoch=0,
         step=0,
@@ -174,6 +180,7 @@ def compute_report(
         notes=tuple(notes),
         augmented=reference.augmented,
         task=(selection.task or Task.CLASSIFICATION).value,
+        plan=result.plan,
     )
     return report, tuple(still_wrong.values())
 

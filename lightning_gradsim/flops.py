@@ -23,10 +23,11 @@ def count_flops(run: Callable[[], Any]) -> int:
     formulas = {
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "convolution_backward": _convolution_backward,
     }
-    attention = {getattr(torch.ops.aten, name): f for name, f in formulas.items() if hasattr(torch.ops.aten, name)}
-    # Attention on the CPU is not in PyTorch's own table.
-    with FlopCounterMode(display=False, custom_mapping=attention) as counter:
+    own = {getattr(torch.ops.aten, name): f for name, f in formulas.items() if hasattr(torch.ops.aten, name)}
+    # Attention on the CPU is not in PyTorch's own table, whose formula for convolutions counts groups as if they met.
+    with FlopCounterMode(display=False, custom_mapping=own) as counter:
         run()
     return int(counter.get_total_flops())
 
@@ -40,3 +41,10 @@ def _attention_backward(_: Shape, query: Shape, key: Shape, value: Shape, *__: A
     # The scores once more, and a product for each of the gradients of scores, values, queries and keys.
     pairs = torch.Size(query[:-1]).numel() * key[-2]
     return 2 * pairs * (3 * query[-1] + 2 * value[-1])
+
+
+def _convolution_backward(output_grads: Shape, images: Shape, weight: Shape, *settings: Any, **_: Any) -> int:
+    is_transposed, output_mask = settings[4], settings[7]
+    # Every entry of the weight meets every pixel once, for each of the two gradients that are asked for.
+    pixels = torch.Size((images if is_transposed else output_grads)[2:]).numel()
+    return int(2 * images[0] * pixels * torch.Size(weight).numel() * sum(output_mask[:2]))

@@ -124,7 +124,7 @@ def select_layers(module: nn.Module, spec: LayerSpec, called: Sequence[str] | No
     return _whole(names, layers)
 
 
-def parameter_names(selection: Selection, layers: Mapping[str, nn.Module]) -> list[str]:
+def parameter_names(selection: Selection, layers: Mapping[str, nn.Module]) -> dict[str, list[str]]:
     """What a selection holds, in words: layers, or single parameters where only some of a layer's are chosen.
 
     Args:
@@ -132,13 +132,12 @@ def parameter_names(selection: Selection, layers: Mapping[str, nn.Module]) -> li
         layers: All trainable layers.
 
     Returns:
-        Names, in the order of the selection.
+        Names by layer, in the order of the selection.
     """
-    return [
-        name
+    return {
+        layer: [layer] if len(chosen) == len(own_parameters(layers[layer])) else _full_names(layer, chosen)
         for layer, chosen in selection.items()
-        for name in ([layer] if len(chosen) == len(own_parameters(layers[layer])) else _full_names(layer, chosen))
-    ]
+    }
 
 
 def _number_of_last(spec: LayerSpec) -> int | None:

@@ -191,14 +191,17 @@ def _check_query_losses(step: Step) -> None:
         )
 
 
+def gradient_bytes(factors: Factors) -> int:
+    """Bytes that the materialised gradients of all samples take; none for a table, whose entries are kept."""
+    if isinstance(factors, IndexedFactors):
+        return 0
+    return factors.num_samples * factors.num_parameters * factors.output_grads.element_size()
+
+
 def _fitting(factors: Mapping[str, Factors], num_bytes: float) -> frozenset[str]:
     """Layers whose gradients fit together, the small ones first."""
     kept = set()
-    sizes = {
-        name: (0 if isinstance(f, IndexedFactors) else f.num_samples * f.num_parameters * f.output_grads.element_size())
-        for name, f in factors.items()
-    }
-    for name, size in sorted(sizes.items(), key=lambda item: item[1]):
+    for name, size in sorted(((name, gradient_bytes(f)) for name, f in factors.items()), key=lambda item: item[1]):
         num_bytes -= size
         if num_bytes < 0:
             break

@@ -12,6 +12,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from lightning_gradsim.plan_record import Plan
+
 Label = int | float | tuple[int, ...]
 """A class index; a number in regression; the indices of the active labels in multi-label tasks."""
 
@@ -206,6 +208,7 @@ class Report:
         time_share: All seconds of the callback so far over the seconds of the run without it; ``None`` outside ``fit``.
         augmented: Whether reading a training sample twice gives two different samples.
         task: ``classification``, ``binary``, ``multilabel`` or ``regression``.
+        plan: How the pass computed; ``None`` without training samples.
     """
 
     epoch: int
@@ -226,6 +229,7 @@ class Report:
     time_share: float | None = None
     augmented: bool = False
     task: str = "classification"
+    plan: Plan | None = None
 
     @property
     def errors_in_words(self) -> str:
@@ -265,6 +269,7 @@ class Report:
         return {
             "version": REPORT_VERSION,
             **values,
+            "plan": None if self.plan is None else asdict(self.plan),
             "errors_per_class": {str(label): count for label, count in self.errors_per_class.items()},
             "num_flagged": self.suspects.num_flagged,
             "queries": [asdict(query) for query in self.queries],

@@ -104,8 +104,8 @@ class PerSampleGradients:
         """
         return {name: self._step(name) for name in self.selection}
 
-    def chosen_names(self) -> list[str]:
-        """Names of the chosen layers, or of single parameters where only some of a layer's are chosen."""
+    def names_by_layer(self) -> dict[str, list[str]]:
+        """Names of the chosen layers, or of single parameters where only some of a layer's are chosen, by layer."""
         return parameter_names(self.selection, trainable_layers(self._module))
 
     def __enter__(self) -> PerSampleGradients:

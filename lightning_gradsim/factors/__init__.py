@@ -19,6 +19,7 @@ from lightning_gradsim.factors.products import (
     concatenate_samples,
     dot,
     dot_and_squared_norms,
+    product_cost,
     squared_norms,
     uses_gram,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "concatenate_samples",
     "dot",
     "dot_and_squared_norms",
+    "product_cost",
     "squared_norms",
     "uses_gram",
 ]

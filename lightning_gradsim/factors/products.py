@@ -163,11 +163,34 @@ def uses_gram(queries: OuterFactors | PatchFactors, train: OuterFactors | PatchF
     Returns:
         ``True`` for ``gram``, ``False`` for ``materialise``.
     """
-    outputs, inputs = train.num_outputs, train.num_inputs
-    pairs = queries.num_samples * train.num_samples
-    gram = pairs * queries.num_positions * train.num_positions * (inputs + outputs)
-    materialise = (train.num_samples * train.num_positions + pairs) * inputs * outputs
-    return gram <= materialise
+    return _is_gram_cheaper(queries.num_samples, queries.num_positions, train)
+
+
+def product_cost(train: Factors, num_queries: int, query_positions: int) -> tuple[str, int]:
+    """How ``dot_and_squared_norms`` would work, and what it would take.
+
+    Args:
+        train: Factors of ``n`` samples.
+        num_queries: Number of queries ``m``.
+        query_positions: Their shared positions ``t``.
+
+    Returns:
+        ``gram``, ``materialise`` or ``indexed``; and floating-point operations for all ``n`` samples, two for every
+        multiply-add (for ``indexed`` at most as many: where every query touches every row).
+    """
+    samples, positions = train.num_samples, train.num_positions
+    if isinstance(train, IndexedFactors):
+        return "indexed", 2 * num_queries * samples * positions * train.output_grads.shape[2]
+    groups, inputs, outputs = train.num_groups, train.num_inputs, train.num_outputs
+    if isinstance(train, OuterFactors) and train.activations is None:
+        return "materialise", 2 * (num_queries + 1) * samples * positions * groups * outputs
+    if not _is_gram_cheaper(num_queries, query_positions, train):
+        return "materialise", 2 * samples * (positions + num_queries + 1) * groups * inputs * outputs
+    norms = min(positions**2 * (inputs + outputs), (positions + 1) * inputs * outputs)
+    if positions == 1:
+        norms = inputs + outputs
+    products = num_queries * query_positions * positions * (inputs + outputs)
+    return "gram", 2 * samples * groups * (products + norms)
 
 
 def block_elements(device: torch.device, max_intermediate: int = MAX_INTERMEDIATE) -> int:
@@ -181,6 +204,14 @@ def block_elements(device: torch.device, max_intermediate: int = MAX_INTERMEDIAT
         At most ``max_intermediate``, less where smaller blocks are quicker.
     """
     return min(max_intermediate, CPU_BLOCK) if device.type == "cpu" else max_intermediate
+
+
+def _is_gram_cheaper(num_queries: int, query_positions: int, train: OuterFactors | PatchFactors) -> bool:
+    outputs, inputs = train.num_outputs, train.num_inputs
+    pairs = num_queries * train.num_samples
+    gram = pairs * query_positions * train.num_positions * (inputs + outputs)
+    materialise = (train.num_samples * train.num_positions + pairs) * inputs * outputs
+    return gram <= materialise
 
 
 def _all_outer(parts: Sequence[Factors]) -> list[OuterFactors]:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_gradsim import scorer
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.engine import EngineSettings, run_pass
 from lightning_gradsim.errors import GradSimError, LabelRangeError, NonFiniteError, SampleMixingError
+from lightning_gradsim.factors import dot_and_squared_norms
 from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch
 from lightning_gradsim.scores import SIMILARITIES
 from tests.cases import Net
@@ -402,3 +404,103 @@ def test_batches_are_let_go():
 def test_errors_are_of_the_package():
     with pytest.raises(GradSimError, match=r"`layers='headd'` matches no layer of `Net`\. Closest: `head`"):
         run(Net(nn.Linear(FEATURES, CLASSES)), None, samples(5), layers="headd")
+
+
+class Narrow(nn.Linear):
+    """A module that runs out of memory beyond a few samples."""
+
+    capacity = 3
+
+    def forward(self, x):
+        if len(x) > self.capacity:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def lists_of(result):
+    return {
+        position: [[(s.sample_id, round(s.score, 5)) for s in each] for each in (q.harmful, q.look_alikes, q.teachers)]
+        for position, q in result.queries.items()
+    }
+
+
+def assert_same_result(result, expected):
+    assert lists_of(result) == lists_of(expected)
+    assert result.suspects.sample_ids.tolist() == expected.suspects.sample_ids.tolist()
+    torch.testing.assert_close(result.suspects.scores, expected.suspects.scores)
+
+
+@pytest.mark.parametrize("layers", ["last", "all"])
+def test_out_of_memory_halves_and_changes_nothing(layers):
+    module = Narrow(FEATURES, CLASSES)
+    module.capacity = 100
+    queries, train = wrong_samples(module, 6), samples(40)
+    expected = run(module, queries, train, batch_size=20, layers=layers)
+    assert not expected.ran_short
+    module.capacity = 3
+    found = run(module, queries, train, batch_size=20, layers=layers)
+    assert found.ran_short
+    assert_same_result(found, expected)
+
+
+def test_out_of_memory_for_a_single_sample_raises():
+    module = Narrow(FEATURES, CLASSES)
+    queries = wrong_samples(module, 3)
+    module.capacity = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        run(module, queries, samples(5))
+
+
+def test_products_that_run_out_of_memory_shrink(monkeypatch):
+    module = nn.Linear(FEATURES, CLASSES)
+    queries, train = wrong_samples(module, 6), samples(40)
+    expected = run(module, queries, train)
+    seen = []
+
+    def narrow(*args, max_intermediate, **options):
+        seen.append((max_intermediate, options["keep"]))
+        if max_intermediate > 2**20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return dot_and_squared_norms(*args, max_intermediate=max_intermediate, **options)
+
+    monkeypatch.setattr(scorer, "dot_and_squared_norms", narrow)
+    found = run(module, queries, train)
+    assert found.ran_short
+    assert seen[0] == (2**24, True)
+    assert seen[-1] == (2**20, False)
+    assert_same_result(found, expected)
+
+
+def test_labels_out_of_range_are_named_in_any_portion():
+    module = nn.Linear(FEATURES, CLASSES)
+    x, y = samples(20)
+    y[[1, 13]] = 7
+    with pytest.raises(LabelRangeError, match=r"Training samples \[1\]") as first:
+        run(module, None, (x, y), batch_size=20)
+    assert first.value.rows == (1,)
+    y[1] = 0
+    with pytest.raises(LabelRangeError, match=r"Training samples \[13\]") as second:
+        run(module, None, (x, y), batch_size=20)
+    assert second.value.rows == (13,)
+
+
+class Pair:
+    """A batch of the user's own kind, which cannot be cut."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+class ReadsPairs(Adapter):
+    def split(self, batch):
+        return batch.x, batch.y
+
+
+def test_batches_that_cannot_be_cut_run_whole():
+    module, adapter = nn.Linear(FEATURES, CLASSES), ReadsPairs()
+    adapter.bind(module)
+    queries, (x, y) = wrong_samples(module, 6), samples(40)
+    expected = run(module, queries, (x, y))
+    batches = [(ids, Pair(x[ids], y[ids])) for ids in torch.arange(40).split(20)]
+    found = run_pass(module, adapter, [QueryBatch(range(6), Pair(*queries))], batches, EngineSettings(memory_budget=1))
+    assert_same_result(found, expected)

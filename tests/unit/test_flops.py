@@ -24,3 +24,12 @@ def test_the_backward_of_attention():
     q, k, v = (torch.randn(2, 4, 8, 16, requires_grad=True) for _ in range(3))
     flops = count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward())
     assert flops == (2 + 5) * 2 * (2 * 4) * 8 * 8 * 16
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_convolutions(kind, groups):
+    layer, x = kind(4, 6, 3, groups=groups), torch.randn(2, 4, 8, 8, requires_grad=True)
+    forward = 2 * 2 * 4 * 6 // groups * 9 * (36 if kind is nn.Conv2d else 64)
+    assert count_flops(lambda: layer(x)) == forward
+    assert count_flops(lambda: layer(x).sum().backward()) == 3 * forward

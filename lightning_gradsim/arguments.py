@@ -1,0 +1,82 @@
+"""Checks of what users pass to a constructor: the value, what was expected, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from numbers import Real
+
+
+def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse a value that is not among the choices.
+
+    Args:
+        argument: Name of the argument.
+        value: Its value.
+        choices: What it may be.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if value not in choices:
+        raise ValueError(f"`{argument}={value!r}` is not known. Expected one of {', '.join(map(repr, choices))}.")
+
+
+def check_type(argument: str, value: object, fits: bool, expected: str) -> None:
+    """Refuse a value of a wrong type.
+
+    Args:
+        argument: Name of the argument.
+        value: Its value.
+        fits: Whether the type is right.
+        expected: What was expected, in words.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if not fits:
+        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. Expected {expected}.")
+
+
+def check_normalisation(mean: Sequence[float] | None, std: Sequence[float] | None) -> None:
+    """Refuse a mean and a standard deviation that do not fit together.
+
+    Args:
+        mean: Mean a channel.
+        std: Standard deviation a channel.
+
+    Raises:
+        ValueError: If only one is given, their lengths differ, or a deviation is not above 0.
+    """
+    if (mean is None) != (std is None):
+        raise ValueError("`mean` and `std` undo a normalisation together. Pass both or neither.")
+    for argument, values in {"mean": mean, "std": std}.items():
+        check_type(argument, values, is_list_of(values, Real), "a list of numbers, one a channel")
+    if mean is not None and std is not None and (len(mean) != len(std) or not all(value > 0 for value in std)):
+        raise ValueError(f"`mean={mean!r}` and `std={std!r}`. Expected one number a channel in both, `std` above 0.")
+
+
+def is_list_of(values: object, kinds: type) -> bool:
+    """Whether this is ``None``, or several such values (an array, too) and not a string."""
+    if values is None:
+        return True
+    return isinstance(values, Iterable) and not isinstance(values, str) and all(isinstance(v, kinds) for v in values)
+
+
+def check_count(argument: str, value: object, *, optional: bool) -> None:
+    """Refuse what is not a whole number of at least 1.
+
+    Args:
+        argument: Name of the argument.
+        value: Its value.
+        optional: Whether it may be ``None``.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it is below 1.
+    """
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. Expected a whole number of at least 1.")
+    if value < 1:
+        raise ValueError(f"`{argument}={value}` is too small. Expected a whole number of at least 1.")

@@ -1,0 +1,57 @@
+"""The code that the documentation shows runs as it stands, and prints what it says."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gradsim import PerSampleGradients
+from lightning_gradsim.rules import find_rule, registry
+
+ROOT = Path(__file__).parents[1]
+
+
+def blocks(page, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_the_plan_of_the_page_on_layers(capsys):
+    pytest.importorskip("mlxtend")
+    model = example("mnist_convnet").ConvNet()
+    data = TensorDataset(torch.randn(64, 1, 28, 28), torch.randint(10, (64,)))
+    code = blocks("layers.md")[0].replace('layers="all"', 'layers="all", memory_budget=2**31')
+    exec(code, {"model": model, "train_loader": DataLoader(data, batch_size=64)})
+    assert capsys.readouterr().out == blocks("layers.md", "text")[0]
+
+
+def test_the_rule_of_the_page_on_layers(monkeypatch):
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    names = {"Scale": Scale}
+    exec(blocks("layers.md")[1], names)
+    assert find_rule("scale", Scale()) is names["scale_factors"]
+    module, x = nn.Sequential(Scale(), nn.Linear(3, 2)), torch.randn(4, 3)
+    with PerSampleGradients(module, "0") as gradients:
+        found = gradients.materialise(lambda batch: module(batch).square().sum(1), x)
+        assert gradients.steps == {"0": "rule"}
+    expected = [torch.autograd.grad(module(x[i : i + 1]).square().sum(), module[0].weight)[0] for i in range(4)]
+    torch.testing.assert_close(found["0.weight"], torch.stack(expected))
