@@ -151,6 +151,20 @@ class Residual(Net):
         return self.head(hidden + hidden.sigmoid())
 
 
+class Rearranged(nn.Module):
+    """Runs a layer on an input whose memory is in another order."""
+
+    def __init__(self, layer, *, channels_last=False):
+        super().__init__()
+        self.layer = layer
+        self.channels_last = channels_last
+
+    def forward(self, x):
+        if self.channels_last:
+            return self.layer(x.to(memory_format=torch.channels_last))
+        return self.layer(x.transpose(1, 2))
+
+
 class FirstOf(nn.Module):
     """A layer that returns several things, of which the first goes on."""
 
@@ -456,6 +470,26 @@ def encoder_layer(**options):
     return trained(nn.TransformerEncoderLayer(4, 2, 6, **options))
 
 
+REARRANGED = (
+    ladder_case(
+        "conv2d-channels-last",
+        lambda: Rearranged(nn.Conv2d(3, 4, 3), channels_last=True),
+        normal(3, 7, 6),
+        {"layer": "rule"},
+        80,
+    ),
+    ladder_case("linear-not-contiguous", lambda: Rearranged(nn.Linear(5, 4)), normal(5, 3), {"layer": "rule"}, 12),
+    ladder_case("conv1d-not-contiguous", lambda: Rearranged(nn.Conv1d(3, 4, 2)), normal(5, 3), {"layer": "rule"}, 16),
+    ladder_case("layernorm-not-contiguous", lambda: Rearranged(nn.LayerNorm(5)), normal(5, 3), {"layer": "rule"}, 15),
+    ladder_case(
+        "large-conv2d",  # enough output pixels for convolution kernels instead of patches
+        lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1, dilation=2),
+        normal(2, 15, 13),
+        {"": "rule"},
+        126,
+    ),
+    ladder_case("large-conv2d-groups", lambda: nn.Conv2d(4, 6, (3, 2), groups=2), normal(4, 8, 8), {"": "rule"}, 252),
+)
 LADDER = (
     ladder_case("lstm", lambda: FirstOf(nn.LSTM(3, 4, batch_first=True)), normal(5, 3), LSTM, 20),
     ladder_case(
@@ -745,6 +779,7 @@ CASES = (
     *CONVOLUTIONS,
     *NORMS,
     *EMBEDDINGS,
+    *REARRANGED,
     *LADDER,
     *PARTIAL,
     *(Case(f"loss-{loss.name}", mlp, normal(6), layers="all", names=("head", "body.0"), loss=loss) for loss in LOSSES),

@@ -16,7 +16,7 @@ from lightning_gradsim.errors import (
     SampleMixingError,
     UnsupportedLayerError,
 )
-from lightning_gradsim.factors import OuterFactors, squared_norms
+from lightning_gradsim.factors import OuterFactors, dot, squared_norms
 from lightning_gradsim.rules import register_rule, registry
 from lightning_gradsim.wrapper import PerSampleGradients
 from tests.cases import Net, SometimesUsed
@@ -568,3 +568,33 @@ def test_non_finite_gradients_are_left_to_be_named():
 def test_the_choice_of_layers_is_checked_at_once():
     with pytest.raises(TypeError, match="holds a int"):
         PerSampleGradients(linear(), 3)
+
+
+EMPTY = {
+    "linear": (lambda: nn.Linear(FEATURES, CLASSES), lambda number: torch.randn(number, FEATURES)),
+    "conv": (
+        lambda: nn.Sequential(nn.Conv1d(2, CLASSES, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten()),
+        lambda number: torch.randn(number, 2, 6),
+    ),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(5, CLASSES), nn.Flatten()),
+        lambda number: torch.randint(5, (number, 1)),
+    ),
+    "norm": (lambda: nn.LayerNorm(CLASSES), lambda number: torch.randn(number, CLASSES)),
+    "again": (lambda: Lora(FEATURES, CLASSES), lambda number: torch.randn(number, FEATURES)),
+}
+
+
+@pytest.mark.parametrize(("make", "inputs"), EMPTY.values(), ids=EMPTY.keys())
+@pytest.mark.parametrize("first", [False, True])
+def test_an_empty_batch(make, inputs, first):
+    module = make().eval()
+    with PerSampleGradients(module, "all") as gradients:
+        for number in (0, 4) if first else (4, 0):
+            y = torch.randint(CLASSES, (number,))
+            found = gradients.compute(
+                lambda batch: F.cross_entropy(module(batch[0]), batch[1], reduction="none"), (inputs(number), y)
+            )
+            for layer_factors in found.values():
+                assert squared_norms(layer_factors).shape == (number,)
+                assert dot(layer_factors, layer_factors).shape == (number, number)
