@@ -23,6 +23,8 @@ ForwardContext = Callable[[], AbstractContextManager[Any]]
 
 PROBE_ROWS = 8
 """Samples of the first two runs, which settle how layers are served and measure what a sample takes."""
+NUM_MEASURED = 2
+"""Runs that are measured."""
 BATCH_SHARE = 0.5
 """Share of the memory budget for the samples at hand; the rest is for queries, groups and products."""
 
@@ -101,6 +103,12 @@ class BatchRunner:
                 return self._run_rows(batch, num_samples, rows, predicted=predicted)
             except LabelRangeError as error:
                 raise LabelRangeError(str(error), [rows.start + row for row in error.rows]) from error
+            except RuntimeError as error:
+                if self._num_measured >= NUM_MEASURED or "saved tensor hooks" not in str(error):
+                    raise
+            # A forward that takes gradients itself, by `torch.func`, cannot be measured: halving is left.
+            self._num_measured, self.portions.size = NUM_MEASURED, num_samples
+            return self._run_rows(batch, num_samples, rows, predicted=predicted)
 
         if num_samples <= self.portions.size or _can_be_cut(batch, num_samples):
             yield from self.portions.split(num_samples, work)
@@ -112,7 +120,7 @@ class BatchRunner:
         part = batch if number == num_samples else take_rows(batch, rows, num_samples)
         if self._num_measured == 0:
             self.forward_flops = self._count_flops(part, number)
-        meter = GraphMeter() if self._num_measured < 2 else None
+        meter = GraphMeter() if self._num_measured < NUM_MEASURED else None
         with self._gradients.recording(), self._context():
             with nullcontext() if meter is None else meter.watching(*self._parameters):
                 step = self._adapter.step(self._module, part)

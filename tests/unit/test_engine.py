@@ -417,15 +417,17 @@ class Narrow(nn.Linear):
         return super().forward(x)
 
 
-def lists_of(result):
-    return {
-        position: [[(s.sample_id, round(s.score, 5)) for s in each] for each in (q.harmful, q.look_alikes, q.teachers)]
-        for position, q in result.queries.items()
-    }
-
-
 def assert_same_result(result, expected):
-    assert lists_of(result) == lists_of(expected)
+    assert result.queries.keys() == expected.queries.keys()
+    for position, query in result.queries.items():
+        other = expected.queries[position]
+        for ours, theirs in zip(
+            (query.harmful, query.look_alikes, query.teachers),
+            (other.harmful, other.look_alikes, other.teachers),
+            strict=True,
+        ):
+            assert [sample.sample_id for sample in ours] == [sample.sample_id for sample in theirs]
+            assert [s.score for s in ours] == pytest.approx([s.score for s in theirs], rel=1e-4, abs=1e-6)
     assert result.suspects.sample_ids.tolist() == expected.suspects.sample_ids.tolist()
     torch.testing.assert_close(result.suspects.scores, expected.suspects.scores)
 
@@ -482,6 +484,22 @@ def test_labels_out_of_range_are_named_in_any_portion():
     with pytest.raises(LabelRangeError, match=r"Training samples \[13\]") as second:
         run(module, None, (x, y), batch_size=20)
     assert second.value.rows == (13,)
+
+
+class TakesGradients(nn.Linear):
+    """A forward that PyTorch does not let us measure."""
+
+    def forward(self, x):
+        return super().forward(torch.func.vmap(torch.func.grad(lambda row: (row**2).sum() / 2))(x))
+
+
+@pytest.mark.parametrize("layers", ["last", "all"])
+def test_a_forward_that_takes_gradients_itself(layers):
+    module = TakesGradients(FEATURES, CLASSES)
+    plain = nn.Linear(FEATURES, CLASSES)
+    plain.load_state_dict(module.state_dict())
+    queries, train = wrong_samples(plain, 6), samples(40)
+    assert_same_result(run(module, queries, train, layers=layers), run(plain, queries, train, layers=layers))
 
 
 class Pair:
