@@ -12,6 +12,10 @@ from lightning_gradsim.report import Label, SuspectTable, to_label
 from lightning_gradsim.tasks import Outcome
 
 MAX_NAMED = 10
+MIN_ROWS = 2**16
+"""Rows of a column to begin with."""
+GROWTH = 1.5
+"""Rows of a column that has to grow over those that it has to hold."""
 
 
 class SampleStatistics:
@@ -21,7 +25,8 @@ class SampleStatistics:
     """
 
     def __init__(self) -> None:
-        self._parts: list[dict[str, Tensor]] = []
+        self._columns: dict[str, Tensor] = {}
+        self._length = 0
 
     def update(
         self, ids: Tensor, squared_norms: Tensor, losses: Tensor, outcome: Outcome, *, has_classes: bool
@@ -45,7 +50,7 @@ class SampleStatistics:
         if outcome.suggested is not None and outcome.suggested_probabilities is not None:
             columns["suggested"] = outcome.suggested.to(torch.int32)
             columns["probabilities"] = outcome.suggested_probabilities.to(torch.float16)
-        self._parts.append(columns)
+        self._append(columns)
 
     def compute(self) -> SuspectTable:
         """All samples by falling self-influence, ties by the smaller id. What was gathered is given away.
@@ -56,18 +61,17 @@ class SampleStatistics:
         Raises:
             NonFiniteError: If a loss or a gradient was NaN or infinite; the samples are named.
         """
-        if not self._parts:
+        if not self._columns:
             return SuspectTable.empty()
         # The columns stay on the device until here: a transfer for every batch would wait for the device every time.
         # One after the other, and in order of the ids at once: at the end of a pass this is what takes memory.
-        ids = self._joined("sample_ids")
-        by_id = ids.argsort()
-        table = {"sample_ids": ids[by_id]}
-        del ids
-        for name in list(self._parts[0]):
-            table[name] = self._joined(name)[by_id]
+        columns, self._columns = self._columns, {}
+        by_id = columns["sample_ids"][: self._length].cpu().argsort()
+        table = {}
+        for name in list(columns):
+            table[name] = columns.pop(name)[: self._length].cpu()[by_id]
         del by_id
-        self._parts.clear()
+        self._length = 0
         _check_finite(table)
         order = table["scores"].argsort(descending=True, stable=True)
         for name in list(table):
@@ -81,8 +85,18 @@ class SampleStatistics:
             table["flagged"],
         )
 
-    def _joined(self, name: str) -> Tensor:
-        return torch.cat([part.pop(name) for part in self._parts]).cpu()
+    def _append(self, values: dict[str, Tensor]) -> None:
+        """Write into columns that grow: many small pieces, kept between what a pass allocates, would take much more."""
+        stop = self._length + len(values["sample_ids"])
+        for name, new in values.items():
+            column = self._columns.get(name)
+            if column is None or stop > len(column):
+                grown = new.new_empty(max(MIN_ROWS, int(GROWTH * stop)), *new.shape[1:])
+                if column is not None:
+                    grown[: self._length] = column[: self._length]
+                self._columns[name] = column = grown
+            column[self._length : stop] = new
+        self._length = stop
 
 
 def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label]:

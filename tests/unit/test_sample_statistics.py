@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_gradsim import sample_statistics
 from lightning_gradsim.errors import NonFiniteError
 from lightning_gradsim.sample_statistics import SampleStatistics, labels_of
 from lightning_gradsim.tasks import Task, read_outcome
@@ -75,8 +76,23 @@ def test_bytes_a_sample():
     statistics = SampleStatistics()
     outcome = read_outcome(Task.CLASSIFICATION, samples[3], samples[4])
     statistics.update(samples[0], samples[1], samples[2], outcome, has_classes=True)
-    [columns] = statistics._parts
-    assert sum(column.element_size() for column in columns.values()) == 23
+    assert sum(column.element_size() for column in statistics._columns.values()) == 23
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 40])
+def test_columns_grow(monkeypatch, pieces):
+    monkeypatch.setattr(sample_statistics, "MIN_ROWS", 2)
+    samples = make()
+    outcome = read_outcome(Task.CLASSIFICATION, samples[3], samples[4])
+    whole = SampleStatistics()
+    whole.update(samples[0], samples[1], samples[2], outcome, has_classes=True)
+    statistics = SampleStatistics()
+    for rows in torch.arange(len(samples[0])).chunk(pieces):
+        part = read_outcome(Task.CLASSIFICATION, samples[3][rows], samples[4][rows])
+        statistics.update(samples[0][rows], samples[1][rows], samples[2][rows], part, has_classes=True)
+    found, expected = statistics.compute(), whole.compute()
+    for name in ("sample_ids", "scores", "labels", "suggested_labels", "probabilities", "flagged"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def test_nothing_seen():
