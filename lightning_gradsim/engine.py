@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
-from lightning_gradsim.errors import LabelRangeError
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec
 from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch, prepare_queries, query_reports
@@ -94,13 +93,8 @@ def run_pass(
         queries = prepare_queries(runner, query_batches, teachers=settings.teachers)
         num_kept = max(settings.top_k, NUM_WITNESSES)
         scorer = Scorer(queries, settings.similarity, num_kept, runner.memory_budget)
-        for ids, batch in train_batches:
-            try:
-                for portion in runner.run(batch, len(ids)):
-                    scorer.update(ids[portion.rows], portion.step, portion.factors)
-            except LabelRangeError as error:  # noqa: PERF203 -- names the samples of this batch
-                named = ids[list(error.rows)].tolist() if error.rows else ids.tolist()
-                raise LabelRangeError(f"Training samples {named[:10]}: {error}", error.rows) from error
+        for ids, step, factors in runner.run_all(train_batches):
+            scorer.update(ids, step, factors)
         names = tuple(gradients.chosen_names()) if gradients.selection else ()
     suspects = scorer.compute_suspects()
     reports = {} if queries is None else dict(query_reports(queries, scorer.top, suspects, settings.top_k))

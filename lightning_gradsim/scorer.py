@@ -87,10 +87,7 @@ class Scorer:
             self._flush()
         self._form = form
         large = {name: factors for name, factors in train.items() if name not in small}
-        # Detached: a step that waits must not keep its graph.
-        logits, losses = step.logits.detach(), step.losses.detach()
-        step = Step(logits, step.targets, losses, step.task, step.are_probabilities)
-        self._waiting.append(_Scored(ids, step, small, *self._score(large)))
+        self._waiting.append(_Scored(ids, step.detached(), small, *self._score(large)))
         self._num_waiting += len(ids)
         self._num_elements += sum(factors.num_elements for factors in small.values())
         if self._num_waiting >= GROUP_SAMPLES or self._num_elements >= self._max_waiting:

@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.batch_runner import BatchRunner
 from lightning_gradsim.engine import EngineSettings, run_pass
 from lightning_gradsim.errors import GradSimError, LabelRangeError, NonFiniteError, SampleMixingError
+from lightning_gradsim.guard import evaluating
 from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch
 from lightning_gradsim.scores import SIMILARITIES
+from lightning_gradsim.wrapper import PerSampleGradients
 from tests.cases import Net
 
 FEATURES, CLASSES = 4, 3
@@ -402,3 +405,17 @@ def test_batches_are_let_go():
 def test_errors_are_of_the_package():
     with pytest.raises(GradSimError, match=r"`layers='headd'` matches no layer of `Net`\. Closest: `head`"):
         run(Net(nn.Linear(FEATURES, CLASSES)), None, samples(5), layers="headd")
+
+
+def test_a_batch_that_is_a_part_of_a_larger_tensor_counts_as_itself():
+    """The storage that it shares exists anyway: it must not make portions smaller."""
+    module, adapter = nn.Sequential(nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, CLASSES)), Adapter()
+    adapter.bind(module)
+    x, y = samples(10_000)
+    sizes = []
+    for batch in ((x[:16], y[:16]), (x[:16].clone(), y[:16].clone())):
+        with evaluating(module), PerSampleGradients(module, "all") as gradients:
+            runner = BatchRunner(module, adapter, gradients, memory_budget=10**6)
+            list(runner.run(batch, 16))
+        sizes.append(runner.portions.size)
+    assert sizes[0] == sizes[1]
