@@ -84,6 +84,7 @@ class PerSampleGradients:
         self._rules: dict[str, Rule | Replay] = {}
         self._callers: dict[str, str] = {}
         self._moved: list[str] = []
+        self._own_names: dict[str, tuple[str, ...]] = {}
         self._whole: WholeModule | None = None
         self._unused: dict[str, Factors] = {}
         self._is_settled = False
@@ -419,7 +420,9 @@ class PerSampleGradients:
         dtype = torch.promote_types(grads.dtype, torch.float32)
         if activations.is_floating_point():
             dtype = torch.promote_types(dtype, activations.dtype)
-        return keep_parameters(layer, factors.to(dtype=dtype), tuple(own_parameters(layer)), self.selection[name])
+        if name not in self._own_names:
+            self._own_names[name] = tuple(own_parameters(layer))
+        return keep_parameters(layer, factors.to(dtype=dtype), self._own_names[name], self.selection[name])
 
     def _replayed(self, name: str, gradients: Gradients) -> Factors:
         inner = name[len(self._callers[name]) :].lstrip(".")
