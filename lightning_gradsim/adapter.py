@@ -44,6 +44,10 @@ class Step:
         """Labels, predictions and mistakes."""
         return read_outcome(self.task, self.logits, self.targets, are_probabilities=self.are_probabilities)
 
+    def detached(self) -> Step:
+        """The same step without its graph, so that it may wait."""
+        return Step(self.logits.detach(), self.targets, self.losses.detach(), self.task, self.are_probabilities)
+
 
 class Adapter:
     """Reads batches of the usual forms; override a method for one that it cannot read.
@@ -219,6 +223,20 @@ class Adapter:
             return self.losses(logits, own_targets if targets is None else targets)
         step = self.step(module, batch)
         return step.losses if targets is None else self.losses(step.logits, targets)
+
+    def keeps_batches_apart(self, module: nn.Module) -> bool:
+        """Whether losses of several batches must not be computed together.
+
+        Args:
+            module: The user's module.
+
+        Returns:
+            ``False`` where the loss is one of torch's own criteria, and nothing has a step of its own.
+        """
+        own, default = type(self), Adapter
+        is_default = own.step is default.step and own.step_from_logits is default.step_from_logits
+        is_default = is_default and own.losses is default.losses and not hasattr(module, "gradsim_step")
+        return not is_default or (self._loss or cross_entropy()).keeps_batches_apart
 
     def predicted_targets(self, step: Step) -> Tensor | None:
         """Targets that say what the model predicts.

@@ -119,6 +119,50 @@ def join_samples(samples: Sequence[Any]) -> list[tuple[list[int], Any]]:
     return [(positions, _join([samples[position] for position in positions])) for positions in groups.values()]
 
 
+def join_batches(batches: Sequence[Any], sizes: Sequence[int]) -> Any | None:
+    """Several batches as one.
+
+    Args:
+        batches: Batches of one form.
+        sizes: Their numbers of samples.
+
+    Returns:
+        The batch, or ``None`` where they are not alike: tensors of other shapes, other common values, or something that
+        is nested in neither mappings, lists nor tuples.
+    """
+    try:
+        return _join_alike(batches, sizes)
+    except _NotAlikeError:
+        return None
+
+
+class _NotAlikeError(Exception):
+    """Batches that cannot be joined."""
+
+
+def _join_alike(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        raise _NotAlikeError
+    if isinstance(first, Tensor):
+        forms = {(part.shape[1:], part.dtype, part.device) for part in parts}
+        if first.ndim == 0 or len(forms) > 1 or any(len(p) != size for p, size in zip(parts, sizes, strict=True)):
+            raise _NotAlikeError
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        if any(part.keys() != first.keys() for part in parts):
+            raise _NotAlikeError
+        return {key: _join_alike([part[key] for part in parts], sizes) for key in first}
+    if isinstance(first, (list, tuple)):
+        if _is_plain(first) or any(len(part) != len(first) for part in parts):
+            raise _NotAlikeError
+        items = [_join_alike(list(column), sizes) for column in zip(*parts, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if first is None or (isinstance(first, (str, int, float)) and all(part == first for part in parts)):
+        return first
+    raise _NotAlikeError
+
+
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """All tensors of a nested batch, in order."""
     if isinstance(batch, Tensor):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
-from lightning_gradsim.errors import LabelRangeError
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec
 from lightning_gradsim.plan_record import Plan
@@ -102,15 +101,10 @@ def run_pass(
         num_query_gradients = 0 if queries is None else len(queries.squared_norms)
         num_kept = max(settings.top_k, NUM_WITNESSES)
         scorer = Scorer(queries, settings.similarity, num_kept, runner.memory_budget)
-        for ids, batch in train_batches:
-            try:
-                for portion in runner.run(batch, len(ids)):
-                    scorer.update(ids[portion.rows], portion.step, portion.factors)
-            except LabelRangeError as error:
-                named = ids[list(error.rows)].tolist() if error.rows else ids.tolist()
-                raise LabelRangeError(f"Training samples {named[:10]}: {error}", error.rows) from error
+        for ids, step, factors in runner.run_all(train_batches):
+            scorer.update(ids, step, factors)
             if plan is None and len(ids):
-                plan = make_plan(module, gradients, runner, portion.factors, len(ids), num_query_gradients, queries)
+                plan = make_plan(module, gradients, runner, factors, num_query_gradients, queries)
         names = [name for chosen in gradients.names_by_layer().values() for name in chosen]
     suspects = scorer.compute_suspects()
     reports = {} if queries is None else dict(query_reports(queries, scorer.top, suspects, settings.top_k))

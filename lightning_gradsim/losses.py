@@ -72,6 +72,11 @@ class PerSampleLoss:
         self._unreduced = _without_reduction(loss)
 
     @property
+    def keeps_batches_apart(self) -> bool:
+        """Whether a sample's value might depend on the batch it is in: torch's own criteria know no such thing."""
+        return type(self.criterion) not in PAIRWISE_CRITERIA
+
+    @property
     def ignore_index(self) -> int | None:
         """The target value that the loss ignores, if it has one."""
         if self.criterion is not None:

@@ -65,7 +65,8 @@ def plan(
         runner = BatchRunner(module, adapter, gradients, forward_context, memory_budget)
         # The first portion settles, the second measures.
         *_, last = islice(runner.run(batch, number), 2)
-        result = make_plan(module, gradients, runner, last.factors, number, num_queries * (1 + teachers))
+        runner.batch_size = number
+        result = make_plan(module, gradients, runner, last.factors, num_queries * (1 + teachers))
     if show:
         print(result)  # noqa: T201 -- it is what was asked for
     return result
@@ -76,7 +77,6 @@ def make_plan(
     gradients: PerSampleGradients,
     runner: BatchRunner,
     train: Mapping[str, Factors],
-    batch_size: int,
     num_query_gradients: int,
     queries: QuerySide | None = None,
 ) -> Plan:
@@ -87,7 +87,6 @@ def make_plan(
         gradients: Watches it; its layers are settled.
         runner: Has run the batch.
         train: Factors of some training samples, at least one.
-        batch_size: Samples of a training batch.
         num_query_gradients: Gradients that each training sample is compared with.
         queries: The queries, where they are known; else they are taken to be as large as the training samples.
 
@@ -116,8 +115,8 @@ def make_plan(
                 reason=_first_sentence(gradients.reasons.get(name, "")),
             )
         )
-    rows = min(runner.portions.size, batch_size)
-    return Plan(tuple(plans), num_query_gradients, batch_size, rows, runner.memory_budget, runner.forward_flops)
+    rows = min(runner.portions.size, runner.batch_size)
+    return Plan(tuple(plans), num_query_gradients, runner.batch_size, rows, runner.memory_budget, runner.forward_flops)
 
 
 def _num_bytes(factors: Factors) -> int:

@@ -44,6 +44,28 @@ class Call:
         self.edge: GradientEdge = get_gradient_edge(output if output._base is None else output._base)
 
 
+class Output:
+    """What a layer has put out in a forward without gradients.
+
+    Attributes:
+        activations: Its only input, or an empty tensor if it had others.
+        output: The very tensor that it returned.
+    """
+
+    __slots__ = ("_versions", "activations", "output")
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(output, Tensor)
+        self.activations: Tensor = args[0] if is_plain else torch.empty(0)
+        self.output: Tensor = output if is_plain else torch.empty(0)
+        self._versions = (self.activations._version, self.output._version)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing has written into input or output since."""
+        return self._versions == (self.activations._version, self.output._version)
+
+
 class Recorder:
     """Watches layers through hooks, and keeps what one forward did.
 
@@ -61,6 +83,7 @@ class Recorder:
         self._keeps_whole_graph = True
         self._is_recording = False
         self._replayed: frozenset[str] = frozenset()
+        self._outputs: list[Output] | None = None
 
     def watch(self, layers: Mapping[str, nn.Module], *, replayed: Collection[str], whole_graph: bool) -> None:
         """Register hooks on layers, instead of those on others.
@@ -109,6 +132,20 @@ class Recorder:
                 yield
             finally:
                 self._is_recording = False
+
+    @contextmanager
+    def outputs(self) -> Iterator[list[Output]]:
+        """Collect what the watched layers put out in the forward that runs inside, without gradients.
+
+        Yields:
+            A list, filled meanwhile.
+        """
+        outputs = self._outputs = list[Output]()
+        with torch.inference_mode(False), torch.no_grad(), without_fast_attention():
+            try:
+                yield outputs
+            finally:
+                self._outputs = None
 
     def output_grads(
         self, calls: Sequence[Call], losses: Tensor, weights: Tensor, *, retain: bool
@@ -168,6 +205,9 @@ class Recorder:
             self.order.append(name)
 
     def _after(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Any:
+        if self._outputs is not None:
+            self._outputs.append(Output(args, kwargs, output))
+            return None
         if not self._is_recording or name in self.without_grad:
             return None
         activations = next(tensors_of([args, kwargs]), None)

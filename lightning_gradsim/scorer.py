@@ -87,10 +87,7 @@ class Scorer:
             self._flush()
         self._form = form
         large = {name: factors for name, factors in train.items() if name not in small}
-        # Detached: a step that waits must not keep its graph.
-        logits, losses = step.logits.detach(), step.losses.detach()
-        step = Step(logits, step.targets, losses, step.task, step.are_probabilities)
-        self._waiting.append(_Scored(ids, step, small, *self._score(large)))
+        self._waiting.append(_Scored(ids, step.detached(), small, *self._score(large)))
         self._num_waiting += len(ids)
         self._num_elements += sum(factors.num_elements for factors in small.values())
         if self._num_waiting >= GROUP_SAMPLES or self._num_elements >= self._max_waiting:
@@ -140,14 +137,7 @@ class Scorer:
         products = _sum([products, _cat([part.products for part in group])])
         norms = _sum([norms, _cat([part.squared_norms for part in group])])
         assert norms is not None  # there is at least one layer
-        ids, first = torch.cat([part.ids for part in group]), group[0].step
-        step = Step(
-            torch.cat([part.step.logits for part in group]),
-            torch.cat([part.step.targets for part in group]),
-            torch.cat([part.step.losses for part in group]),
-            first.task,
-            first.are_probabilities,
-        )
+        ids, step = torch.cat([part.ids for part in group]), _joined([part.step for part in group])
         if self._queries is not None and products is not None:
             self.top.update(_scores(self._queries, products, norms, self._similarity), ids.to(norms.device))
         has_classes = step.task is not Task.REGRESSION
@@ -163,8 +153,17 @@ def _scores(queries: QuerySide, products: Tensor, norms: Tensor, similarity: Sim
         both, query_norms = scores[2 * start :], queries.squared_norms[rows]
         values = compute_similarity(similarity, products[rows], query_norms, norms)
         torch.mul(values, sign, out=both[:num_queries])
-        both[num_queries : 2 * num_queries] = compute_similarity("cosine", products[rows], query_norms, norms)
+        compute_similarity("cosine", products[rows], query_norms, norms, out=both[num_queries : 2 * num_queries])
     return scores
+
+
+def _joined(steps: Sequence[Step]) -> Step:
+    if len(steps) == 1:
+        return steps[0]
+    logits, targets, losses = (
+        torch.cat([getattr(step, name) for step in steps]) for name in ("logits", "targets", "losses")
+    )
+    return Step(logits, targets, losses, steps[0].task, steps[0].are_probabilities)
 
 
 def _sum(values: Sequence[Tensor | None]) -> Tensor | None:
@@ -174,4 +173,4 @@ def _sum(values: Sequence[Tensor | None]) -> Tensor | None:
 
 def _cat(values: Sequence[Tensor | None]) -> Tensor | None:
     present = [value for value in values if value is not None]
-    return torch.cat(present, dim=-1) if present else None
+    return torch.cat(present, dim=-1) if len(present) > 1 else next(iter(present), None)

@@ -12,7 +12,11 @@ SIMILARITIES: tuple[str, ...] = get_args(Similarity)
 
 
 def compute_similarity(
-    similarity: Similarity, products: Tensor, query_squared_norms: Tensor, train_squared_norms: Tensor
+    similarity: Similarity,
+    products: Tensor,
+    query_squared_norms: Tensor,
+    train_squared_norms: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One of the similarities of design.md for every pair of a query and a training sample.
 
@@ -21,6 +25,7 @@ def compute_similarity(
         products: Dot products of the gradients, ``[M, B]``.
         query_squared_norms: ``[M]``, >= 0.
         train_squared_norms: ``[B]``, >= 0.
+        out: Where to write cosines, ``[M, B]``; other similarities don't look at it.
 
     Returns:
         Similarities ``[M, B]`` in the dtype of ``products``: loss² per parameter² for ``dot``, unitless otherwise;
@@ -35,7 +40,7 @@ def compute_similarity(
     if similarity == "asymmetric":
         return products * _reciprocal(train_squared_norms)
     # The roots are taken apart: the product of two small squared norms underflows in float32.
-    cosines = products * _reciprocal(query_squared_norms.sqrt())[:, None]
+    cosines = torch.mul(products, _reciprocal(query_squared_norms.sqrt())[:, None], out=out)
     return cosines.mul_(_reciprocal(train_squared_norms.sqrt())).clamp_(-1, 1)
 
 

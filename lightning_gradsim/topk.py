@@ -47,8 +47,10 @@ class TopK:
         return self._scores, self._ids
 
     def _merge(self) -> None:
-        scores = torch.cat([part for part, _ in self._waiting], dim=1)
-        ids = torch.cat([part for _, part in self._waiting])
+        scores, ids = self._waiting[0]
+        if len(self._waiting) > 1:  # to join one would copy it
+            scores = torch.cat([part for part, _ in self._waiting], dim=1)
+            ids = torch.cat([part for _, part in self._waiting])
         self._waiting, self._num_waiting = [], 0
         scores, columns = _largest_columns(scores, ids, self._k)
         candidates = ids[columns]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_gradsim.errors import (
     GradSimError,
@@ -37,7 +38,7 @@ from lightning_gradsim.layer_selection import (
     trainable_layers,
 )
 from lightning_gradsim.precision import SUM_SHARE, raise_half, scale_rows
-from lightning_gradsim.recorder import Call, Recorder
+from lightning_gradsim.recorder import Call, Output, Recorder
 from lightning_gradsim.replay import Replay
 from lightning_gradsim.rules import Rule, find_rule, find_sampler, keep_parameters, sampler_factors, split_gradients
 from lightning_gradsim.whole_module import Gradients, Recompute, WholeModule
@@ -83,6 +84,7 @@ class PerSampleGradients:
         self._rules: dict[str, Rule | Replay] = {}
         self._callers: dict[str, str] = {}
         self._moved: list[str] = []
+        self._own_names: dict[str, tuple[str, ...]] = {}
         self._whole: WholeModule | None = None
         self._unused: dict[str, Factors] = {}
         self._is_settled = False
@@ -224,6 +226,30 @@ class PerSampleGradients:
             self._recorder.calls.clear()
         return self._in_order({**result, **unused, **self._from_whole(recompute, len(losses))})
 
+    def served_alone(self) -> str | None:
+        """The only chosen layer, where a rule serves it; ``None`` otherwise, and before the first batch."""
+        rules = list(self._rules.items())
+        is_alone = self._is_settled and len(rules) == 1 and not self._moved and not isinstance(rules[0][1], Replay)
+        return rules[0][0] if is_alone else None
+
+    def puts_out(self, name: str, values: Tensor) -> bool:
+        """Whether these are the output of a layer's only call in the forward recorded last, and nothing else."""
+        calls = self._recorder.calls.get(name, [])
+        if len(calls) != 1 or not values.requires_grad:
+            return False
+        edge = get_gradient_edge(values)
+        return edge.node is calls[0].edge.node and edge.output_nr == calls[0].edge.output_nr
+
+    def outputs(self) -> AbstractContextManager[list[Output]]:
+        """Collect what the chosen layers put out in the forward that runs inside, without gradients."""
+        return self._recorder.outputs()
+
+    def factors_of(self, name: str, activations: Tensor, output_grads: Tensor) -> Factors:
+        """Factors of a layer that a rule serves, from its input and the gradients by its output."""
+        rule = self._rules[name]
+        assert not isinstance(rule, Replay)  # as `served_alone` promises
+        return self._by_rule(name, rule, activations, output_grads)
+
     def _settle(self, losses: Tensor) -> None:
         """Choose the layers after the first forward, and find those that hooks cannot serve."""
         layers = trainable_layers(self._module)
@@ -363,7 +389,7 @@ class PerSampleGradients:
                         replayed[id(call)] = rule.gradients(call, grads, len(losses))
                     parts.setdefault(name, []).append(self._replayed(name, replayed[id(call)]))
                 elif rule is not None:
-                    parts.setdefault(name, []).append(self._by_rule(name, rule, call, grads))
+                    parts.setdefault(name, []).append(self._by_rule(name, rule, call.activations, grads))
             except GradSimError as error:
                 named = type(error)(f"Layer `{name}`: {error}")
                 if not isinstance(rule, Replay):
@@ -387,14 +413,16 @@ class PerSampleGradients:
             for name in self._moved
         }
 
-    def _by_rule(self, name: str, rule: Rule, call: Call, grads: Tensor) -> Factors:
+    def _by_rule(self, name: str, rule: Rule, activations: Tensor, grads: Tensor) -> Factors:
         layer = self._layers[name]
         # Raised before the rule: a sum over positions in half precision would be off by per cents.
-        factors = rule(layer, raise_half(call.activations), raise_half(grads))
+        factors = rule(layer, raise_half(activations), raise_half(grads))
         dtype = torch.promote_types(grads.dtype, torch.float32)
-        if call.activations.is_floating_point():
-            dtype = torch.promote_types(dtype, call.activations.dtype)
-        return keep_parameters(layer, factors.to(dtype=dtype), tuple(own_parameters(layer)), self.selection[name])
+        if activations.is_floating_point():
+            dtype = torch.promote_types(dtype, activations.dtype)
+        if name not in self._own_names:
+            self._own_names[name] = tuple(own_parameters(layer))
+        return keep_parameters(layer, factors.to(dtype=dtype), self._own_names[name], self.selection[name])
 
     def _replayed(self, name: str, gradients: Gradients) -> Factors:
         inner = name[len(self._callers[name]) :].lstrip(".")

@@ -221,7 +221,8 @@ class OuterFactors:
         length = max(part.num_positions for part in parts)
 
         def pad(tensor: Tensor) -> Tensor:
-            return F.pad(tensor, (0, 0, 0, 0, 0, length - tensor.shape[1]))
+            missing = length - tensor.shape[1]
+            return F.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor  # by nothing, too, it would copy
 
         activations = [pad(part.activations) for part in parts if part.activations is not None]
         grads = torch.cat([pad(part.output_grads) for part in parts])

@@ -269,9 +269,12 @@ def _materialised_anew(
 
 
 def _one_position_norms(factors: OuterFactors) -> Tensor:
-    norms = factors.output_grads[:, 0].square().sum(-1)  # [n, g]
+    grads = factors.output_grads[:, 0]
+    norms: Tensor = torch.linalg.vecdot(grads, grads)  # [n, g]
     if factors.activations is not None:
-        norms = norms * (factors.activations[:, 0].square().sum(-1) + int(factors.bias))
+        activations = factors.activations[:, 0]
+        inputs = torch.linalg.vecdot(activations, activations)
+        norms = torch.addcmul(norms, norms, inputs) if factors.bias else norms * inputs
     return norms.sum(1) if norms.shape[1] > 1 else norms[:, 0]
 
 
@@ -279,7 +282,8 @@ def _gram(queries: OuterFactors, train: OuterFactors) -> Tensor:
     product = _pairs(queries.output_grads, train.output_grads)  # [g, m t, n s]
     if queries.activations is not None and train.activations is not None:
         inputs = _pairs(queries.activations, train.activations)
-        product = product * (inputs + 1 if queries.bias else inputs)
+        # With a bias, `product * (inputs + 1)` in one step.
+        product = product.addcmul_(product, inputs) if queries.bias else product.mul_(inputs)
     shape = (queries.num_samples, queries.num_positions, train.num_samples, train.num_positions)
     if product.shape[0] == shape[1] == shape[3] == 1:
         return product[0]

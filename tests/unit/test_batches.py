@@ -5,7 +5,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from lightning_gradsim.batches import copy_batch, join_samples, map_tensors, take_sample, tensors_of
+from lightning_gradsim.batches import copy_batch, join_batches, join_samples, map_tensors, take_sample, tensors_of
 from lightning_gradsim.errors import BatchFormatError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -145,3 +145,47 @@ def test_tensors_are_exchanged_in_any_nesting():
     assert_same(changed, {"x": [torch.full((2,), 2.0), "word"], "y": (torch.ones(()), None, 3)})
     own = object()
     assert map_tensors(own, torch.neg) is own
+
+
+def nested(start, size, **changes):
+    rows = torch.arange(start, start + size)
+    return {"x": rows[:, None].float(), "deep": [(rows, None)], "word": "common", "number": 3, **changes}
+
+
+def test_batches_are_joined():
+    joined = join_batches([nested(0, 3), nested(3, 2), nested(5, 1)], [3, 2, 1])
+    expected = nested(0, 6)
+    assert torch.equal(joined["x"], expected["x"])
+    assert torch.equal(joined["deep"][0][0], expected["deep"][0][0])
+    assert (joined["deep"][0][1], joined["word"], joined["number"]) == (None, "common", 3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nested(3, 2, word="another"),
+        nested(3, 2, number=4),
+        nested(3, 2, x=torch.zeros(2, 2)),
+        nested(3, 2, x=torch.zeros(2, 1).double()),
+        nested(3, 2, x=torch.zeros(3, 1)),
+        nested(3, 2, x=None),
+        nested(3, 2, more=1),
+        nested(3, 2, deep=[]),
+        [torch.zeros(2, 1)],
+    ],
+    ids=["word", "number", "shape", "dtype", "length", "kind", "key", "items", "nesting"],
+)
+def test_batches_that_are_not_alike(other):
+    assert join_batches([nested(0, 3), other], [3, 2]) is None
+
+
+@pytest.mark.parametrize("entry", [["a", "b"], torch.tensor(1.0), object()], ids=["words", "scalar", "object"])
+def test_what_cannot_be_joined(entry):
+    assert join_batches([(torch.zeros(2), entry), (torch.zeros(2), entry)], [2, 2]) is None
+
+
+def test_named_tuples_are_joined():
+    Pair = namedtuple("Pair", "x y")
+    joined = join_batches([Pair(torch.zeros(2), torch.ones(2)), Pair(torch.zeros(1), torch.ones(1))], [2, 1])
+    assert isinstance(joined, Pair)
+    assert (len(joined.x), len(joined.y)) == (3, 3)

@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gradsim import scorer
+from lightning_gradsim import batch_runner, scorer
 from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.batch_runner import BatchRunner
 from lightning_gradsim.engine import EngineSettings, run_pass
 from lightning_gradsim.errors import GradSimError, LabelRangeError, NonFiniteError, SampleMixingError
 from lightning_gradsim.factors import dot_and_squared_norms
+from lightning_gradsim.guard import evaluating
 from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch
 from lightning_gradsim.scores import SIMILARITIES
+from lightning_gradsim.wrapper import PerSampleGradients
 from tests.cases import Net
 
 FEATURES, CLASSES = 4, 3
@@ -369,7 +372,8 @@ def test_the_module_is_left_as_found(failing):
     assert_same(snapshot(module), before)
 
 
-def test_every_forward_runs_in_the_precision_context():
+def test_every_forward_runs_in_the_precision_context(monkeypatch):
+    monkeypatch.setattr(batch_runner, "JOINED_SAMPLES", 1)
     entered = []
 
     @contextmanager
@@ -382,7 +386,8 @@ def test_every_forward_runs_in_the_precision_context():
     assert len(entered) == 1 + 1 + 4  # counting operations, queries, batches
 
 
-def test_batches_are_let_go():
+def test_batches_are_let_go(monkeypatch):
+    monkeypatch.setattr(batch_runner, "JOINED_SAMPLES", 1)
     """Working memory does not grow with the number of training samples."""
     module, alive, most = nn.Linear(FEATURES, CLASSES), [], 0
     adapter = Adapter()
@@ -486,6 +491,28 @@ def test_labels_out_of_range_are_named_in_any_portion():
     assert second.value.rows == (13,)
 
 
+@pytest.mark.parametrize("layers", ["last", "all"])
+def test_small_batches_run_together(layers):
+    sizes = []
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+
+        def forward(self, x):
+            sizes.append(len(x))
+            return self.head(self.hidden(x).tanh())
+
+    module = Counts()
+    queries, train = wrong_samples(module, 20), samples(700)
+    sizes.clear()
+    found = run(module, queries, train, batch_size=10, layers=layers)
+    assert sizes[-2:] == [510, 190]
+    assert found.plan.batch_size == 10
+    assert_same_result(found, run(module, queries, train, batch_size=700, layers=layers))
+
+
 class TakesGradients(nn.Linear):
     """A forward that PyTorch does not let us measure."""
 
@@ -522,3 +549,17 @@ def test_batches_that_cannot_be_cut_run_whole():
     batches = [(ids, Pair(x[ids], y[ids])) for ids in torch.arange(40).split(20)]
     found = run_pass(module, adapter, [QueryBatch(range(6), Pair(*queries))], batches, EngineSettings(memory_budget=1))
     assert_same_result(found, expected)
+
+
+def test_a_batch_that_is_a_part_of_a_larger_tensor_counts_as_itself():
+    """The storage that it shares exists anyway: it must not make portions smaller."""
+    module, adapter = nn.Sequential(nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, CLASSES)), Adapter()
+    adapter.bind(module)
+    x, y = samples(10_000)
+    sizes = []
+    for batch in ((x[:16], y[:16]), (x[:16].clone(), y[:16].clone())):
+        with evaluating(module), PerSampleGradients(module, "all") as gradients:
+            runner = BatchRunner(module, adapter, gradients, memory_budget=10**6)
+            list(runner.run(batch, 16))
+        sizes.append(runner.portions.size)
+    assert sizes[0] == sizes[1]
