@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -24,20 +27,44 @@ T = TypeVar("T")
 
 
 @contextmanager
-def isolated_rng() -> Iterator[None]:
-    """Restore the global random states (torch, CUDA, NumPy, python) afterwards, also on an exception.
+def isolated_rng(trainer: Trainer | None = None) -> Iterator[None]:
+    """Restore the random states afterwards, also on an exception.
+
+    Those are the global ones (torch, CUDA, NumPy, python), and those of the generators that the trainer's module, its
+    submodules or the datamodule hold as attributes: a ``forward`` or a transfer hook may draw from them.
+
+    Args:
+        trainer: The trainer; without one, only the global states.
 
     Yields:
         Nothing.
     """
     error: BaseException | None = None
+    restore = [] if trainer is None else _own_generators(trainer)
     with isolate_rng(include_cuda=torch.cuda.is_available() and torch.cuda.is_initialized()):
         try:
             yield
         except BaseException as caught:  # Lightning's context manager restores nothing when it is left by one
             error = caught
+    for set_state, state in restore:
+        set_state(state)
     if error is not None:
         raise error
+
+
+def _own_generators(trainer: Trainer) -> list[tuple[Callable[[Any], Any], Any]]:
+    owners = [*trainer.lightning_module.modules(), getattr(trainer, "datamodule", None)]
+    found: list[tuple[Callable[[Any], Any], Any]] = []
+    for value in (value for owner in owners if owner is not None for value in vars(owner).values()):
+        if isinstance(value, torch.Generator):
+            found.append((value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            found.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+        elif isinstance(value, np.random.RandomState):
+            found.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            found.append((value.setstate, value.getstate()))
+    return found
 
 
 def check_strategy(trainer: Trainer, callback_name: str) -> None:

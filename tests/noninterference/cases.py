@@ -174,6 +174,25 @@ class TwoOptimizersClassifier(Classifier):
         return [adam, sgd], [torch.optim.lr_scheduler.StepLR(adam, step_size=1, gamma=0.5)]
 
 
+class OwnGeneratorClassifier(Classifier):
+    """Adds noise in every forward and every transfer, each from a generator of its own."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        """Chain these layers."""
+        super().__init__(*layers)
+        self.generator = torch.Generator().manual_seed(8)
+        self.scales = np.random.default_rng(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch with noise."""
+        return self.net(x + 0.1 * torch.randn(x.shape, generator=self.generator))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Scale everything but the id."""
+        x, y = batch
+        return torch.cat([x[:, :1], float(self.scales.uniform(0.9, 1.1)) * x[:, 1:]], dim=1), y
+
+
 class SelfDistillingClassifier(Classifier):
     """Copies itself in the middle of its first step, and learns from the copy too."""
 
@@ -511,6 +530,7 @@ CASES = (
         shuffled,
         {"val_check_interval": 0.5},
     ),
+    Case("module_generator", lambda: mlp(kind=OwnGeneratorClassifier), shuffled),
     Case("copied_in_step", lambda: mlp(kind=SelfDistillingClassifier), shuffled),
     Case("configure_model", ConfiguredClassifier, shuffled),
     Case("validate_checkpoint", mlp, shuffled, run=fit_then_validate),

@@ -192,6 +192,9 @@ class Observer(Callback):
         _record_module(facts, module)
         _record_optimizers(facts, trainer)
         _record_rng(facts, self.train_loaders)
+        for name, submodule in module.named_modules(prefix="module"):
+            _record_generators(facts, name, submodule)
+        _record_generators(facts, "datamodule", getattr(trainer, "datamodule", None))
         _record_metrics(facts, trainer.callback_metrics)
         for name, loader in _named(self.train_loaders):
             _record_attributes(facts, f"{name} dataset", _attributes(getattr(loader, "dataset", None)))

@@ -61,6 +61,7 @@ OFFENCES = (
     Offence(offenders.PollutesCheckpoint, "plain", ("checkpoint: saved/final.ckpt gradsim only with the callback",)),
     Offence(offenders.LeavesStrategyWrapped, "plain", ("attributes: trainer.strategy gained ['process_dataloader']",)),
     Offence(offenders.DrawsTorch, "several_val_loaders", ("val ids: validation 2 loader 2", "val batch contents: ")),
+    Offence(offenders.ForwardsInTrainMode, "module_generator", ("rng: module generator", "weights: net.1")),
     Offence(offenders.RereadsValDataset, "val_dataset_generator", ("val batch contents: validation 2",)),
     Offence(offenders.RereadsDataset, "transform_generator", ("rng: train loader dataset transform generator",)),
     Offence(offenders.LeavesGlobalHook, "plain", ("hooks: torch.nn _global_forward_hooks with ['LeavesGlobalHook",)),
