@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from tqdm.auto import tqdm
 
+from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.explanation import RunContext
 
 T = TypeVar("T")
@@ -145,7 +146,17 @@ def batch_mover(trainer: Trainer, module: LightningModule) -> Callable[[Any], An
         batch = hook_owner.on_before_batch_transfer(batch, 0)
         return trainer.strategy.batch_to_device(batch, module.device, 0)
 
-    return move
+    def move_from_one_loader(batch: Any) -> Any:
+        try:
+            return move(batch)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise BatchFormatError(
+                f"The transfer hooks of `{type(hook_owner).__name__}` failed on a batch of `train_data=`, with "
+                f"{type(error).__name__}: {error}. Training gives them batches of several loaders. Let them return "
+                "batches of one loader, which are pairs or mappings of tensors, in the form that `forward` takes."
+            ) from error
+
+    return move_from_one_loader if isinstance(trainer.train_dataloader, (Mapping, list, tuple)) else move
 
 
 def forward_context(trainer: Trainer) -> Callable[[], AbstractContextManager[Any]]:

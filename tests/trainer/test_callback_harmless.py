@@ -22,6 +22,7 @@ from tests.trainer.support import (
     loader,
     make_trainer,
     read,
+    strict,
     train_data,
     val_data,
 )
@@ -107,6 +108,43 @@ class TestOwnGenerators:
         with pytest.raises(AttributeError), isolated_rng(trainer):
             draw(own | {"python": None})  # fails when the others have drawn
         assert states(own) == before
+
+
+class Combined(Classifier):
+    """Trains on batches of two loaders."""
+
+    def training_step(self, batch, batch_idx):
+        return sum(super(Combined, self).training_step(part, batch_idx) for part in batch.values())
+
+
+class Demanding(Combined):
+    """Its transfer hook, too, knows training batches in no other form."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        is_validation_batch = isinstance(batch, list) and len(batch[0]) == 8
+        return batch if is_validation_batch else {name: batch[name] for name in "ab"}
+
+
+def two_loaders():
+    return {"a": loader(train_data(), shuffle=True), "b": loader(train_data(30), shuffle=True)}
+
+
+def test_several_training_loaders_with_train_data(tmp_path):
+    gradsim, _, _ = fit(tmp_path, strict(train_data=train_data()), Combined(), two_loaders())
+    assert read(gradsim).num_train_samples == 60
+    assert any("could not be checked" in note for note in read(gradsim).notes)
+
+
+def test_a_transfer_hook_that_demands_batches_of_several_loaders(tmp_path):
+    gradsim = GradSimCallback(train_data=train_data())
+    with collect_warnings() as texts:
+        fit(tmp_path, gradsim, Demanding(), two_loaders(), loader(val_data(), batch_size=8))
+    assert gradsim.report is None
+    assert len(texts) == 1
+    assert "transfer hooks of `Demanding` failed on a batch of `train_data=`" in texts[0]
+    assert "TypeError: list indices must be integers" in texts[0]
+    assert "one loader" in texts[0]
+    assert "Training goes on without it" in texts[0]
 
 
 class Single(Classifier):
