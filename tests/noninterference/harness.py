@@ -202,6 +202,7 @@ class Observer(Callback):
         facts[("globals", "gradient mode")] = torch.is_grad_enabled()
         facts[("globals", "inference mode")] = torch.is_inference_mode_enabled()
         facts[("globals", "autocast")] = torch.is_autocast_enabled("cpu")
+        facts[("globals", "fused attention")] = torch.backends.mha.get_fastpath_enabled()
         facts[("globals", "default dtype")] = str(torch.get_default_dtype())
         facts[("globals", "deterministic algorithms")] = torch.are_deterministic_algorithms_enabled()
         facts[("globals", "threads")] = torch.get_num_threads()

@@ -338,6 +338,14 @@ class LeavesAutocast(LeavesGlobal):
         return torch.autocast("cpu")
 
 
+class LeavesAttentionUnfused(LeavesGlobal):
+    """Leaves the fused path of attention layers switched off."""
+
+    def change(self) -> AbstractContextManager[Any]:
+        torch.backends.mha.set_fastpath_enabled(False)
+        return _undo(lambda: torch.backends.mha.set_fastpath_enabled(True))
+
+
 class LeavesDefaultDtype(LeavesGlobal):
     """Leaves another default type."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
 import lightning_gradsim.callback
-from lightning_gradsim import GradSimCallback
+from lightning_gradsim import GradSimCallback, GradSimWarning
 from tests.noninterference.cases import Case, rows
 from tests.noninterference.harness import differences, record_baseline, record_run
 
@@ -26,6 +30,7 @@ ALL_LAYERS = (
     "validate_checkpoint",
     "swa_first",
 )
+MAY_FAIL = ("accumulate", "dropout", "frozen_batchnorm", "dataset_generator", "swa_last")
 REAL_PANELS = ("plain", "batchnorm", "dataset_generator")
 """Elsewhere a panel of a few pixels is written: drawing one takes longer than the run."""
 
@@ -43,6 +48,33 @@ def test_all_layers_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) 
     """Nor where every layer is watched in the pass."""
     _draw_small_panels(monkeypatch)
     _assert_nothing_changes(case, "all")
+
+
+@pytest.mark.parametrize("case", rows(MAY_FAIL))
+@pytest.mark.parametrize(("num_calls", "what"), [(4, "choice of queries"), (14, "report")])
+def test_failing_changes_nothing(case: Case, num_calls: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the work fails in the middle, in the choice of queries or in the pass, and training goes on."""
+    _draw_small_panels(monkeypatch)
+    callback = GradSimCallback("all", num_queries=8, top_k=3, loss_fn=_Failing(num_calls))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", GradSimWarning)
+        found = differences(record_run(case, [callback]), record_baseline(case))
+    assert found == []
+    assert any(f"failed in the {what} of epoch 0" in str(each.message) for each in caught)
+
+
+class _Failing:
+    """Cross-entropy that fails for good after so many calls, of which the loss check makes the first three."""
+
+    def __init__(self, num_calls: int) -> None:
+        self.num_calls = num_calls
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.num_calls -= 1
+        if self.num_calls < 0:
+            torch.rand(1)
+            raise RuntimeError("no loss any more")
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
 def _assert_nothing_changes(case: Case, layers: str) -> None:

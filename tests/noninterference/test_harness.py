@@ -78,6 +78,7 @@ OFFENCES = (
     Offence(offenders.StopsTraining, "plain", ("point: only without the callback (epoch 1 end)",)),
     Offence(offenders.LeavesInferenceMode, "plain", ("globals: inference mode with True",)),
     Offence(offenders.LeavesAutocast, "plain", ("globals: autocast with True",)),
+    Offence(offenders.LeavesAttentionUnfused, "plain", ("globals: fused attention with False",)),
     Offence(offenders.LeavesDefaultDtype, "plain", ("globals: default dtype with 'torch.float64'",)),
     Offence(offenders.LeavesDeterminism, "plain", ("globals: deterministic algorithms with True",)),
     Offence(offenders.LeavesThreads, "plain", ("globals: threads with 2, without 1",)),
