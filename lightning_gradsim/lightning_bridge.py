@@ -25,6 +25,7 @@ from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.explanation import RunContext
 
 T = TypeVar("T")
+_GENERATORS = frozenset({torch.Generator, np.random.Generator, np.random.RandomState, random.Random})
 
 
 @contextmanager
@@ -55,16 +56,15 @@ def isolated_rng(trainer: Trainer | None = None) -> Iterator[None]:
 
 def _own_generators(trainer: Trainer) -> list[tuple[Callable[[Any], Any], Any]]:
     owners = [*trainer.lightning_module.modules(), getattr(trainer, "datamodule", None)]
+    values = [value for owner in owners if owner is not None for value in vars(owner).values()]
     found: list[tuple[Callable[[Any], Any], Any]] = []
-    for value in (value for owner in owners if owner is not None for value in vars(owner).values()):
-        if isinstance(value, torch.Generator):
-            found.append((value.set_state, value.get_state()))
-        elif isinstance(value, np.random.Generator):
+    for value in (value for value in values if type(value) in _GENERATORS):  # `isinstance` takes five times as long
+        if isinstance(value, np.random.Generator):
             found.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
-        elif isinstance(value, np.random.RandomState):
-            found.append((value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             found.append((value.setstate, value.getstate()))
+        else:
+            found.append((value.set_state, value.get_state()))
     return found
 
 
