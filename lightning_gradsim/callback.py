@@ -380,7 +380,7 @@ class GradSimCallback(Callback):
         """Keep the run as it is, random numbers included, and turn failures into warnings if they shall not raise."""
         try:
             # What is made in inference mode, as in `trainer.validate`, has no gradient ever after.
-            with self._clock.working(), bridge.isolated_rng(), torch.inference_mode(False), torch.no_grad():
+            with self._clock.working(), bridge.isolated_rng(trainer), torch.inference_mode(False), torch.no_grad():
                 yield
         except Exception as error:
             if self.on_error == "raise" or bridge.is_trial_run(trainer):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,26 +21,51 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from tqdm.auto import tqdm
 
+from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.explanation import RunContext
 
 T = TypeVar("T")
+_GENERATORS = frozenset({torch.Generator, np.random.Generator, np.random.RandomState, random.Random})
 
 
 @contextmanager
-def isolated_rng() -> Iterator[None]:
-    """Restore the global random states (torch, CUDA, NumPy, python) afterwards, also on an exception.
+def isolated_rng(trainer: Trainer | None = None) -> Iterator[None]:
+    """Restore the random states afterwards, also on an exception.
+
+    Those are the global ones (torch, CUDA, NumPy, python), and those of the generators that the trainer's module, its
+    submodules or the datamodule hold as attributes: a ``forward`` or a transfer hook may draw from them.
+
+    Args:
+        trainer: The trainer; without one, only the global states.
 
     Yields:
         Nothing.
     """
     error: BaseException | None = None
+    restore = [] if trainer is None else _own_generators(trainer)
     with isolate_rng(include_cuda=torch.cuda.is_available() and torch.cuda.is_initialized()):
         try:
             yield
         except BaseException as caught:  # Lightning's context manager restores nothing when it is left by one
             error = caught
+    for set_state, state in restore:
+        set_state(state)
     if error is not None:
         raise error
+
+
+def _own_generators(trainer: Trainer) -> list[tuple[Callable[[Any], Any], Any]]:
+    owners = [*trainer.lightning_module.modules(), getattr(trainer, "datamodule", None)]
+    values = [value for owner in owners if owner is not None for value in vars(owner).values()]
+    found: list[tuple[Callable[[Any], Any], Any]] = []
+    for value in (value for value in values if type(value) in _GENERATORS):  # `isinstance` takes five times as long
+        if isinstance(value, np.random.Generator):
+            found.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+        elif isinstance(value, random.Random):
+            found.append((value.setstate, value.getstate()))
+        else:
+            found.append((value.set_state, value.get_state()))
+    return found
 
 
 def check_strategy(trainer: Trainer, callback_name: str) -> None:
@@ -118,7 +146,17 @@ def batch_mover(trainer: Trainer, module: LightningModule) -> Callable[[Any], An
         batch = hook_owner.on_before_batch_transfer(batch, 0)
         return trainer.strategy.batch_to_device(batch, module.device, 0)
 
-    return move
+    def move_from_one_loader(batch: Any) -> Any:
+        try:
+            return move(batch)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise BatchFormatError(
+                f"The transfer hooks of `{type(hook_owner).__name__}` failed on a batch of `train_data=`, with "
+                f"{type(error).__name__}: {error}. Training gives them batches of several loaders. Let them return "
+                "batches of one loader, which are pairs or mappings of tensors, in the form that `forward` takes."
+            ) from error
+
+    return move_from_one_loader if isinstance(trainer.train_dataloader, (Mapping, list, tuple)) else move
 
 
 def forward_context(trainer: Trainer) -> Callable[[], AbstractContextManager[Any]]:

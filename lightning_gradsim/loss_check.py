@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gradsim.adapter import Adapter, find_logits
@@ -18,7 +19,8 @@ UNCHECKED = "whether the loss compared is the loss trained with could not be che
 class LossCheck:
     """Watches the outputs of a few training steps and compares the adapter's loss with what the step returned.
 
-    The outputs are those of the module itself where ``training_step`` calls it, else of the child it called last.
+    The outputs are those of the module itself where ``training_step`` calls it, else of the child it called last. They
+    are seen by a hook on all modules, not on this one: a step may copy or save its module, and would take ours along.
 
     Attributes:
         difference: How the two losses differ, as a sentence; ``None`` while they agree.
@@ -29,9 +31,12 @@ class LossCheck:
         self.difference: str | None = None
         self.gap: str | None = None
         self._num_left = NUM_STEPS
-        self._handles: list[RemovableHandle] = []
+        self._handle: RemovableHandle | None = None
+        self._module: nn.Module | None = None
+        self._children: list[nn.Module] = []
         self._output: Any = None
         self._child_output: Any = None
+        self._has_own_hooks = False
 
     @property
     def is_open(self) -> bool:
@@ -41,7 +46,7 @@ class LossCheck:
     @property
     def is_watching(self) -> bool:
         """Whether a step is being watched."""
-        return bool(self._handles)
+        return self._handle is not None
 
     def begin_step(self, module: nn.Module) -> None:
         """Watch the module's outputs until ``end_step``.
@@ -50,10 +55,8 @@ class LossCheck:
             module: The user's module.
         """
         self.remove()
-        self._handles.append(module.register_forward_hook(self._keep_output))
-        for child in module.children():
-            if not isinstance(child, torch.jit.ScriptModule):  # takes no hooks
-                self._handles.append(child.register_forward_hook(self._keep_child_output))
+        self._module, self._children = module, list(module.children())
+        self._handle = register_module_forward_hook(self._keep_output)
 
     def end_step(self, adapter: Adapter, batch: Any, returned: Tensor | None) -> None:
         """Compare the losses of the step that just ended.
@@ -64,11 +67,14 @@ class LossCheck:
             returned: The loss that ``training_step`` returned, before any division for accumulation; ``None`` if it
                 returned none.
         """
-        output, child_output = self._output, self._child_output
+        output, child_output, has_own_hooks = self._output, self._child_output, self._has_own_hooks
         self.remove()
         self._num_left -= 1
         if returned is None or (output is None and child_output is None):
             self.gap = f"{UNCHECKED}: the training step showed no outputs or returned no loss"
+            return
+        if has_own_hooks:
+            self.gap = f"{UNCHECKED}: the module has forward hooks, which may change its outputs"
             return
         logits = find_logits(child_output if output is None else output)
         try:
@@ -93,16 +99,18 @@ class LossCheck:
 
     def remove(self) -> None:
         """Remove the hooks and forget the outputs."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._module = None
+        self._children = []
         self._output = self._child_output = None
+        self._has_own_hooks = False
 
-    def _keep_output(self, _: nn.Module, __: Any, output: Any) -> None:
-        self._output = output
-
-    def _keep_child_output(self, _: nn.Module, __: Any, output: Any) -> None:
-        # Criteria and metrics are children too; their outputs have no batch dimension.
-        logits = find_logits(output)
-        if logits is not None and logits.ndim and logits.is_floating_point():
-            self._child_output = output
+    def _keep_output(self, module: nn.Module, _: Any, output: Any) -> None:
+        if module is self._module:
+            self._output, self._has_own_hooks = output, bool(module._forward_hooks)
+        elif self._output is None and any(module is child for child in self._children):
+            # Criteria and metrics are children too; their outputs have no batch dimension.
+            logits = find_logits(output)
+            if logits is not None and logits.ndim and logits.is_floating_point():
+                self._child_output, self._has_own_hooks = output, bool(module._forward_hooks)

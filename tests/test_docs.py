@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradsim import PerSampleGradients
 from lightning_gradsim.rules import find_rule, registry
+from tests.noninterference.cases import CASES
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,3 +56,15 @@ def test_the_rule_of_the_page_on_layers(monkeypatch):
         assert gradients.steps == {"0": "rule"}
     expected = [torch.autograd.grad(module(x[i : i + 1]).square().sum(), module[0].weight)[0] for i in range(4)]
     torch.testing.assert_close(found["0.weight"], torch.stack(expected))
+
+
+def test_the_page_of_promises_names_every_configuration():
+    text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    table = text.partition("## In which configurations")[2].partition("## ")[0]
+    named = [
+        name
+        for line in table.splitlines()
+        if line.startswith("|")
+        for name in re.findall(r"`(.+?)`", line.split("|")[1])
+    ]
+    assert sorted(named) == sorted(case.name for case in CASES)

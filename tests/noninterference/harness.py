@@ -29,10 +29,15 @@ from tests.noninterference.cases import Case
 OWN_PREFIX = "gradsim/"
 """What the callback under test logs under its own name is no interference."""
 
+OWN_WATCH = "LossCheck._keep_output"
+"""The one hook of the callback that may be there at the start of a training step: it goes at the end of that step."""
+
 SEED = 20
 _MODULE_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
 _GLOBAL_HOOKS = tuple(name for name in vars(nn_module) if name.startswith("_global_") and name.endswith("hooks"))
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_IDENTITIES = ("_torchdynamo_wrapper_id",)
+"""Attributes that hold the address of an object: they differ between any two runs."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 Fact = tuple[str, str]
@@ -55,7 +60,7 @@ def record_run(case: Case, callbacks: Sequence[Callback]) -> RunRecord:
         _seed(SEED)
         module, data = case.module(), case.data()
         logger = RecordingLogger(root)
-        observer = Observer(record, data.get("train_dataloaders"))
+        observer = Observer(record, _flat(data.get("train_dataloaders")))
         beside = list(case.companions())
         saver = ModelCheckpoint(f"{root}/saved", "{step}", save_top_k=-1, save_on_train_epoch_end=False)
         ordered = [*beside, *callbacks] if case.companions_first else [*callbacks, *beside]
@@ -70,7 +75,7 @@ def record_run(case: Case, callbacks: Sequence[Callback]) -> RunRecord:
             log_every_n_steps=1,
             **{"max_epochs": 2, **case.trainer},
         )
-        trainer.fit(module, **data)
+        trainer = case.run(trainer, module, data) or trainer
         observer.record_end(trainer, module)
         trainer.save_checkpoint(f"{root}/saved/final.ckpt")
         record.points["log"] = _logged_rows(logger)
@@ -122,21 +127,28 @@ class RecordingLogger(TensorBoardLogger):
 class Observer(Callback):
     """Looks at the run from the last place in the list of callbacks; draws nothing, changes nothing."""
 
-    def __init__(self, record: RunRecord, train_loader: Any) -> None:
-        """Write into this record; the user's own loader is watched too."""
+    def __init__(self, record: RunRecord, train_loaders: Sequence[Any]) -> None:
+        """Write into this record; the user's own loaders are watched too."""
         self.record = record
-        self.train_loader = train_loader
+        self.train_loaders = train_loaders
         self.validations = 0
         self.after_validation = False
         self.handlers = _handlers()
         self.environment = set(os.environ)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the loaders, where they come from a datamodule or the module."""
+        self.train_loaders = self.train_loaders or _flat(trainer.train_dataloader)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record the batch, and the state that the first step after a validation finds."""
         self._record_batch("train", f"epoch {trainer.current_epoch} batch {batch_idx}", batch)
         if self.after_validation:
             self.after_validation = False
-            self._record_state(f"batch after validation {self.validations}", trainer, pl_module)
+            point = f"batch after validation {self.validations}"
+            self._record_state(point, trainer, pl_module)
+            hooks = self.record.points[point]["hooks", "torch.nn _global_forward_hooks"]
+            hooks[:] = [name for name in hooks if name != OWN_WATCH]
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -164,10 +176,10 @@ class Observer(Callback):
         facts = self.record.points["after fit"]
         _record_names(facts, "attributes", "trainer", vars(trainer))
         _record_names(facts, "attributes", "trainer.strategy", vars(trainer.strategy))
-        loader = self.train_loader
-        for path in ("sampler", "batch_sampler", "batch_sampler.sampler", "collate_fn", "worker_init_fn"):
-            value = functools.reduce(lambda thing, name: getattr(thing, name, None), path.split("."), loader)
-            facts[("loader", path)] = getattr(value, "__qualname__", type(value).__qualname__)
+        for name, loader in _named(self.train_loaders):
+            for path in ("sampler", "batch_sampler", "batch_sampler.sampler", "collate_fn", "worker_init_fn"):
+                value = functools.reduce(lambda thing, name: getattr(thing, name, None), path.split("."), loader)
+                facts[("loader", f"{name} {path}")] = _qualname(value)
 
     def _record_batch(self, kind: str, name: str, batch: Any) -> None:
         facts = self.record.points.setdefault(f"{kind} batches", {})
@@ -179,13 +191,18 @@ class Observer(Callback):
         facts = self.record.points.setdefault(point, {})
         _record_module(facts, module)
         _record_optimizers(facts, trainer)
-        _record_rng(facts, self.train_loader)
+        _record_rng(facts, self.train_loaders)
+        for name, submodule in module.named_modules(prefix="module"):
+            _record_generators(facts, name, submodule)
+        _record_generators(facts, "datamodule", getattr(trainer, "datamodule", None))
         _record_metrics(facts, trainer.callback_metrics)
-        _record_names(facts, "attributes", "train dataset", _attributes(getattr(self.train_loader, "dataset", None)))
-        _record_names(facts, "attributes", "train loader", _attributes(self.train_loader))
+        for name, loader in _named(self.train_loaders):
+            _record_attributes(facts, f"{name} dataset", _attributes(getattr(loader, "dataset", None)))
+            _record_attributes(facts, name, _attributes(loader))
         facts[("globals", "gradient mode")] = torch.is_grad_enabled()
         facts[("globals", "inference mode")] = torch.is_inference_mode_enabled()
         facts[("globals", "autocast")] = torch.is_autocast_enabled("cpu")
+        facts[("globals", "fused attention")] = torch.backends.mha.get_fastpath_enabled()
         facts[("globals", "default dtype")] = str(torch.get_default_dtype())
         facts[("globals", "deterministic algorithms")] = torch.are_deterministic_algorithms_enabled()
         facts[("globals", "threads")] = torch.get_num_threads()
@@ -199,19 +216,19 @@ def _record_module(facts: Facts, module: nn.Module) -> None:
         facts[("weights", name)] = parameter.detach().clone()
         facts[("grad", name)] = None if parameter.grad is None else parameter.grad.detach().clone()
         facts[("requires_grad", name)] = parameter.requires_grad
-        _record_names(facts, "attributes", name, vars(parameter))
+        _record_attributes(facts, name, vars(parameter))
         for kind in _TENSOR_HOOKS:
-            facts[("hooks", f"{name} {kind}")] = len(getattr(parameter, kind, None) or ())
+            facts[("hooks", f"{name} {kind}")] = _hooks(parameter, kind)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         facts[("buffers", name)] = buffer.detach().clone()
     for name, submodule in module.named_modules(prefix="module"):
         facts[("mode", name)] = "train" if submodule.training else "eval"
-        _record_names(facts, "attributes", name, vars(submodule))
-        facts[("forward", name)] = type(submodule).__qualname__, type(submodule).forward.__qualname__
+        _record_attributes(facts, name, {key: value for key, value in vars(submodule).items() if key != "training"})
+        facts[("forward", name)] = _qualname(type(submodule)), _qualname(submodule.forward)
         for kind in _MODULE_HOOKS:
-            facts[("hooks", f"{name} {kind}")] = len(getattr(submodule, kind) or ())
+            facts[("hooks", f"{name} {kind}")] = _hooks(submodule, kind)
     for kind in _GLOBAL_HOOKS:
-        facts[("hooks", f"torch.nn {kind}")] = len(getattr(nn_module, kind))
+        facts[("hooks", f"torch.nn {kind}")] = _hooks(nn_module, kind)
     _record_names(facts, "state_dict keys", "module", module.state_dict())
 
 
@@ -220,24 +237,36 @@ def _record_optimizers(facts: Facts, trainer: Trainer) -> None:
     for index, optimizer in enumerate(trainer.optimizers):
         for path, value in _flatten(optimizer.state_dict(), f"{index}").items():
             facts[("optimizer", path)] = value
-        _record_names(facts, "attributes", f"optimizer {index}", vars(optimizer))
+        _record_attributes(facts, f"optimizer {index}", vars(optimizer))
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            facts[("hooks", f"optimizer {index} {kind}")] = len(getattr(optimizer, kind))
+            facts[("hooks", f"optimizer {index} {kind}")] = _hooks(optimizer, kind)
     for index, config in enumerate(trainer.lr_scheduler_configs):
         for path, value in _flatten(config.scheduler.state_dict(), f"{index}").items():
             facts[("scheduler", path)] = value
 
 
-def _record_rng(facts: Facts, train_loader: Any) -> None:
-    """The three global random states, and every generator that the user's loader, samplers or dataset own."""
+def _record_rng(facts: Facts, train_loaders: Sequence[Any]) -> None:
+    """The three global random states, and every generator that the user's loaders, samplers and datasets own."""
     facts[("rng", "torch")] = torch.get_rng_state()
     facts[("rng", "numpy")] = _digest(repr([np.asarray(part).tolist() for part in np.random.get_state()]))
     facts[("rng", "python")] = _digest(repr(random.getstate()))
-    owners = {name: getattr(train_loader, name, None) for name in ("dataset", "sampler", "batch_sampler")}
-    for owner_name, owner in {"loader": train_loader, **owners}.items():
-        for name, value in _attributes(owner).items():
-            if isinstance(value, torch.Generator):
-                facts[("rng", f"train {owner_name} {name}")] = value.get_state()
+    for name, loader in _named(train_loaders):
+        _record_generators(facts, name, loader)
+        for owner in ("dataset", "sampler", "batch_sampler"):
+            _record_generators(facts, f"{name} {owner}", getattr(loader, owner, None))
+            _record_generators(
+                facts, f"{name} {owner} transform", getattr(getattr(loader, owner, None), "transform", None)
+            )
+
+
+def _record_generators(facts: Facts, owner_name: str, owner: Any) -> None:
+    for name, value in _attributes(owner).items():
+        if isinstance(value, torch.Generator):
+            facts[("rng", f"{owner_name} {name}")] = value.get_state()
+        elif isinstance(value, np.random.Generator):
+            facts[("rng", f"{owner_name} {name}")] = _digest(repr(value.bit_generator.state))
+        elif isinstance(value, random.Random):
+            facts[("rng", f"{owner_name} {name}")] = _digest(repr(value.getstate()))
 
 
 def _record_metrics(facts: Facts, metrics: Mapping[str, Any]) -> None:
@@ -245,6 +274,14 @@ def _record_metrics(facts: Facts, metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
         if not name.startswith(OWN_PREFIX):
             facts[("metrics", name)] = _leaf(value)
+
+
+def _record_attributes(facts: Facts, name: str, attributes: Mapping[str, Any]) -> None:
+    """The names of all attributes, and the values of the plain ones: numbers, flags, strings."""
+    _record_names(facts, "attributes", name, attributes)
+    for key, value in attributes.items():
+        if isinstance(value, _PLAIN) and key not in _IDENTITIES:
+            facts[("values", f"{name} {key}")] = value
 
 
 def _record_names(facts: Facts, kind: str, name: str, names: Mapping[str, Any]) -> None:
@@ -269,12 +306,12 @@ def _logged_rows(logger: RecordingLogger) -> Facts:
 def _checkpoints(root: Path, own_keys: set[str]) -> Facts:
     """Content of every checkpoint file, less the entries of the callbacks under test."""
     facts: Facts = {}
-    for path in sorted((root / "saved").iterdir()):
+    for path in sorted(root.rglob("*.ckpt")):
         content = torch.load(path, weights_only=False)
         content["callbacks"] = {key: value for key, value in content["callbacks"].items() if key not in own_keys}
         for name, value in _flatten(content).items():
             shown = value.replace(str(root), "<root>") if isinstance(value, str) else value
-            facts[("checkpoint", f"{path.name} {name}".replace(str(root), "<root>"))] = shown
+            facts[("checkpoint", f"{path.relative_to(root)} {name}".replace(str(root), "<root>"))] = shown
     return facts
 
 
@@ -334,6 +371,27 @@ def _show(value: Any) -> str:
 
 def _only_in(with_callback: bool) -> str:
     return "only with the callback" if with_callback else "only without the callback"
+
+
+def _qualname(thing: Any) -> str:
+    return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+
+def _hooks(owner: Any, kind: str) -> list[str]:
+    return [_qualname(hook) for hook in (getattr(owner, kind, None) or {}).values()]
+
+
+def _flat(loaders: Any) -> list[Any]:
+    """All loaders of a collection."""
+    if hasattr(loaders, "flattened"):
+        return list(loaders.flattened)
+    if isinstance(loaders, Mapping):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders] if loaders is not None else []
+
+
+def _named(loaders: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [("train loader" if index == 0 else f"train loader {index}", each) for index, each in enumerate(loaders)]
 
 
 def _attributes(thing: Any) -> Mapping[str, Any]:

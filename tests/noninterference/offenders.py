@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,13 @@ class RereadsDataset(Offender):
             dataset = _train_loader(trainer).dataset
             for index in range(len(dataset)):
                 dataset[index]
+
+
+class RereadsValDataset(Offender):
+    """Reads a validation sample again in the training process."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.val_dataloaders.dataset[0]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
 class CallsBackward(Offender):
@@ -199,6 +209,178 @@ class LeavesEnvironment(Offender):
         os.environ.pop("GRADSIM_OFFENDER", None)
 
 
+class LeavesGlobalHook(Offender):
+    """Leaves a hook on all modules there are."""
+
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        self.handles.append(nn.modules.module.register_module_forward_hook(lambda *_: None))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Clean up for the tests that follow."""
+        while self.handles:
+            self.handles.pop().remove()
+
+
+class LeavesAccumulationHook(Offender):
+    """Leaves a hook on a weight that runs once its gradient is complete."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        _head(module).weight.register_post_accumulate_grad_hook(lambda _: None)
+
+
+class LeavesOptimizerHook(Offender):
+    """Leaves a hook on the optimizer."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.optimizers[0].register_step_post_hook(lambda *_: None)
+
+
+class ReplacesForward(Offender):
+    """Wraps the forward of a layer."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        forward = _head(module).forward
+        _head(module).forward = lambda x: forward(x)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class ChangesModuleAttribute(Offender):
+    """Changes a number on a layer."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        _head(module).in_features += 1
+
+
+class LeavesDatasetAttribute(Offender):
+    """Leaves an attribute on the dataset."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        _train_loader(trainer).dataset.positions = []
+
+
+class LeavesOptimizerAttribute(Offender):
+    """Leaves an attribute on the optimizer."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.optimizers[0].norms = []  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class LeavesTrainerAttribute(Offender):
+    """Leaves an attribute on the trainer."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.norms = []  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class ReplacesCollate(Offender):
+    """Wraps a part of the user's loader."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        loader = _train_loader(trainer)
+        collate = loader.collate_fn
+        loader.collate_fn = lambda samples: collate(samples)
+
+
+class AdvancesScheduler(Offender):
+    """Moves the learning rate's schedule on."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.lr_scheduler_configs[0].scheduler.last_epoch += 1
+
+
+class ChangesMetric(Offender):
+    """Changes what other callbacks monitor."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer._logger_connector._callback_metrics["train_loss_step"] = torch.zeros(())
+
+
+class StopsTraining(Offender):
+    """Ends the run after an epoch."""
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.should_stop = True
+
+
+class LeavesGlobal(Offender):
+    """Leaves a global setting changed for as long as this process can bear it: to the end of the epoch."""
+
+    def __init__(self) -> None:
+        self.changed = ExitStack()
+
+    def offend(self, trainer: Trainer, module: LightningModule) -> None:
+        self.changed.enter_context(self.change())
+
+    def change(self) -> AbstractContextManager[Any]:
+        """The changed setting."""
+        raise NotImplementedError
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Clean up."""
+        self.changed.close()
+
+
+class LeavesInferenceMode(LeavesGlobal):
+    """Leaves inference mode on."""
+
+    def change(self) -> AbstractContextManager[Any]:
+        stack = _undo(lambda: torch.set_grad_enabled(True))  # by then Lightning has left its own context
+        stack.enter_context(torch.inference_mode())
+        return stack
+
+
+class LeavesAutocast(LeavesGlobal):
+    """Leaves autocast on."""
+
+    def change(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu")
+
+
+class LeavesAttentionUnfused(LeavesGlobal):
+    """Leaves the fused path of attention layers switched off."""
+
+    def change(self) -> AbstractContextManager[Any]:
+        torch.backends.mha.set_fastpath_enabled(False)
+        return _undo(lambda: torch.backends.mha.set_fastpath_enabled(True))
+
+
+class LeavesDefaultDtype(LeavesGlobal):
+    """Leaves another default type."""
+
+    def change(self) -> AbstractContextManager[Any]:
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return _undo(lambda: torch.set_default_dtype(dtype))
+
+
+class LeavesDeterminism(LeavesGlobal):
+    """Leaves deterministic algorithms on."""
+
+    def change(self) -> AbstractContextManager[Any]:
+        torch.use_deterministic_algorithms(True)
+        return _undo(lambda: torch.use_deterministic_algorithms(False))
+
+
+class LeavesThreads(LeavesGlobal):
+    """Leaves another number of threads."""
+
+    def change(self) -> AbstractContextManager[Any]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads + 1)
+        return _undo(lambda: torch.set_num_threads(threads))
+
+
+class LeavesLogHandler(LeavesGlobal):
+    """Leaves a handler on the root logger."""
+
+    def change(self) -> AbstractContextManager[Any]:
+        handler = logging.NullHandler()
+        logging.getLogger().addHandler(handler)
+        return _undo(lambda: logging.getLogger().removeHandler(handler))
+
+
 class PollutesCheckpoint(Callback):
     """Writes outside its own entry of the checkpoint."""
 
@@ -214,6 +396,12 @@ class LeavesStrategyWrapped(Callback):
         """Offend before the loaders exist."""
         process = trainer.strategy.process_dataloader
         trainer.strategy.process_dataloader = lambda dataloader: process(dataloader)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _undo(function: Callable[[], Any]) -> ExitStack:
+    stack = ExitStack()
+    stack.callback(function)
+    return stack
 
 
 def _train_loader(trainer: Trainer) -> Any:

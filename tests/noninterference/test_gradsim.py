@@ -2,18 +2,88 @@
 
 from __future__ import annotations
 
-import pytest
+import warnings
 
-from lightning_gradsim import GradSimCallback
-from tests.noninterference.cases import CASES, Case
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_gradsim.callback
+from lightning_gradsim import GradSimCallback, GradSimWarning
+from tests.noninterference.cases import Case, rows
 from tests.noninterference.harness import differences, record_baseline, record_run
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*sampler has shuffling enabled:UserWarning:lightning",
+    "ignore:.*augmented at random",
+    "ignore:.*`training_step` returned a loss",  # one that holds more than the criterion
+)
+ALL_LAYERS = (
+    "accumulate",
+    "dropout",
+    "batchnorm",
+    "frozen_batchnorm",
+    "bf16_autocast",
+    "manual_optimization",
+    "compiled_part",
+    "validate_checkpoint",
+    "swa_first",
+)
+MAY_FAIL = ("accumulate", "dropout", "frozen_batchnorm", "dataset_generator", "swa_last")
+REAL_PANELS = ("plain", "batchnorm", "dataset_generator")
+"""Elsewhere a panel of a few pixels is written: drawing one takes longer than the run."""
 
-@pytest.mark.filterwarnings("ignore:.*augmented at random")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_callback_changes_nothing(case: Case) -> None:
+
+@pytest.mark.parametrize("case", rows())
+def test_callback_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the callback and without: the same run, bit for bit, while queries were scored."""
-    callback = GradSimCallback(num_queries=8, top_k=3, on_error="raise", every_n_epochs=1)
+    if case.name not in REAL_PANELS:
+        _draw_small_panels(monkeypatch)
+    _assert_nothing_changes(case, "last")
+
+
+@pytest.mark.parametrize("case", rows(ALL_LAYERS))
+def test_all_layers_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where every layer is watched in the pass."""
+    _draw_small_panels(monkeypatch)
+    _assert_nothing_changes(case, "all")
+
+
+@pytest.mark.parametrize("case", rows(MAY_FAIL))
+@pytest.mark.parametrize(("num_calls", "what"), [(4, "choice of queries"), (14, "report")])
+def test_failing_changes_nothing(case: Case, num_calls: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the work fails in the middle, in the choice of queries or in the pass, and training goes on."""
+    _draw_small_panels(monkeypatch)
+    callback = GradSimCallback("all", num_queries=8, top_k=3, loss_fn=_Failing(num_calls))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", GradSimWarning)
+        found = differences(record_run(case, [callback]), record_baseline(case))
+    assert found == []
+    assert any(f"failed in the {what} of epoch 0" in str(each.message) for each in caught)
+
+
+class _Failing:
+    """Cross-entropy that fails for good after so many calls, of which the loss check makes the first three."""
+
+    def __init__(self, num_calls: int) -> None:
+        self.num_calls = num_calls
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.num_calls -= 1
+        if self.num_calls < 0:
+            torch.rand(1)
+            raise RuntimeError("no loss any more")
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def _assert_nothing_changes(case: Case, layers: str) -> None:
+    callback = GradSimCallback(layers, num_queries=8, top_k=3, on_error="raise", every_n_epochs=1, **case.options())
     assert differences(record_run(case, [callback]), record_baseline(case)) == []
     assert callback.report is not None
     assert callback.report.queries
+
+
+def _draw_small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = np.zeros((4, 4, 3), np.uint8)
+    monkeypatch.setattr(lightning_gradsim.callback, "mistake_panel", lambda *_, **__: panel)

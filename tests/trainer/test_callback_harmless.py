@@ -1,14 +1,19 @@
 """What a first user ran into: things in the user's code that our forwards must not disturb."""
 
+import random
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import Dataset, Subset, SubsetRandomSampler
 
 from lightning_gradsim import Adapter, GradSimCallback
+from lightning_gradsim.lightning_bridge import isolated_rng
 from tests.trainer.support import (
     NUM_FEATURES,
     Classifier,
@@ -17,6 +22,7 @@ from tests.trainer.support import (
     loader,
     make_trainer,
     read,
+    strict,
     train_data,
     val_data,
 )
@@ -57,6 +63,88 @@ class Counting(Classifier):
 def test_buffers_that_a_forward_changes_get_their_values_back(tmp_path):
     _, module, _ = fit(tmp_path, module=Counting(), num_sanity_val_steps=0)
     assert int(module.calls) == 6 + 4  # training and validation batches
+
+
+def generators():
+    return {
+        "torch": torch.Generator().manual_seed(1),
+        "new": np.random.default_rng(1),
+        "old": np.random.RandomState(1),
+        "python": random.Random(1),
+    }
+
+
+def draw(generators):
+    torch.randn(2, generator=generators["torch"])
+    generators["new"].normal()
+    generators["old"].normal()  # leaves a second number waiting
+    generators["python"].gauss(0, 1)
+
+
+def states(generators):
+    return repr(
+        [
+            generators["torch"].get_state().tolist(),
+            generators["new"].bit_generator.state,
+            [np.asarray(part).tolist() for part in generators["old"].get_state()],
+            generators["python"].getstate(),
+        ]
+    )
+
+
+class TestOwnGenerators:
+    @pytest.mark.parametrize("place", ["module", "submodule", "datamodule"])
+    def test_get_their_states_back_also_after_an_exception(self, place):
+        module, datamodule = Classifier(), LightningDataModule()
+        owner = {"module": module, "submodule": module.body[0], "datamodule": datamodule}[place]
+        own = generators()
+        vars(owner).update(own)
+        trainer = SimpleNamespace(lightning_module=module, datamodule=datamodule)
+        before = states(own)
+        with isolated_rng(trainer):
+            draw(own)
+            assert states(own) != before
+        assert states(own) == before
+        with pytest.raises(AttributeError), isolated_rng(trainer):
+            draw(own | {"python": None})  # fails when the others have drawn
+        assert states(own) == before
+
+
+class Combined(Classifier):
+    """Trains on batches of two loaders."""
+
+    def training_step(self, batch, batch_idx):
+        return sum(super(Combined, self).training_step(part, batch_idx) for part in batch.values())
+
+
+class Demanding(Combined):
+    """Its transfer hook, too, knows training batches in no other form."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        is_validation_batch = isinstance(batch, list) and len(batch[0]) == 8
+        return batch if is_validation_batch else {name: batch[name] for name in "ab"}
+
+
+def two_loaders():
+    return {"a": loader(train_data(), shuffle=True), "b": loader(train_data(30), shuffle=True)}
+
+
+def test_several_training_loaders_with_train_data(tmp_path):
+    gradsim, _, _ = fit(tmp_path, strict(train_data=train_data()), Combined(), two_loaders())
+    assert read(gradsim).num_train_samples == 60
+    assert any("could not be checked" in note for note in read(gradsim).notes)
+
+
+def test_a_transfer_hook_that_demands_batches_of_several_loaders(tmp_path):
+    gradsim = GradSimCallback(train_data=train_data())
+    with collect_warnings() as texts:
+        fit(tmp_path, gradsim, Demanding(), two_loaders(), loader(val_data(), batch_size=8))
+    assert gradsim.report is None
+    assert len(texts) == 1
+    assert "transfer hooks of `Demanding` failed on a batch of `train_data=`" in texts[0]
+    assert "TypeError: list indices must be integers" in texts[0]
+    assert "one loader" in texts[0]
+    assert "Training goes on without it" in texts[0]
 
 
 class Single(Classifier):

@@ -1,9 +1,12 @@
 """Whether the loss compared is the loss trained with."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.loss_check import NUM_STEPS, LossCheck
@@ -35,6 +38,10 @@ def steps(module, training_step, check=None, number=1):
 
 def hooks(module):
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
+
+
+def global_hooks():
+    return len(nn_module._global_forward_hooks)
 
 
 @pytest.mark.parametrize("criterion", [None, nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.1]), label_smoothing=0.2)])
@@ -124,18 +131,50 @@ def test_a_batch_that_cannot_be_read_is_a_gap_and_not_an_error():
     assert "BatchFormatError" in check.gap
 
 
-def test_hooks_live_for_one_step():
-    module, check = Model(), LossCheck()
-    before = hooks(module)
+def test_the_hook_lives_for_one_step_and_on_no_module():
+    module, check, before = Model(), LossCheck(), global_hooks()
     check.begin_step(module)
-    assert hooks(module) > before
+    assert (hooks(module), global_hooks()) == (0, before + 1)
     check.begin_step(module)  # a step that never ended
     check.end_step(Adapter(), (torch.randn(2, 3), torch.zeros(2).long()), None)
-    assert hooks(module) == before
+    assert global_hooks() == before
     check.begin_step(module)
     check.remove()
     check.remove()
-    assert hooks(module) == before
+    assert global_hooks() == before
+
+
+def test_a_step_may_copy_its_module():
+    copies = []
+
+    def step(module, x, y):
+        logits = module(x)
+        copies.append(copy.deepcopy(module))
+        copies[-1](x + 1)
+        return F.cross_entropy(logits, y)
+
+    check = steps(Model(), step)
+    assert (check.difference, check.gap) == (None, None)
+    assert hooks(copies[0]) == 0
+
+
+@pytest.mark.parametrize("calls_module", [True, False])
+def test_outputs_that_own_hooks_may_change_are_not_compared(calls_module):
+    module = Model()
+    (module if calls_module else module.head).register_forward_hook(lambda module, args, output: 9 * output)
+    check = steps(
+        module,
+        lambda module, x, y: F.cross_entropy(module(x) if calls_module else module.head(x @ torch.ones(3, 4)), y),
+    )
+    assert check.difference is None
+    assert "forward hooks" in check.gap
+
+
+def test_own_hooks_of_a_child_do_not_matter_where_the_module_is_called():
+    module = Model()
+    module.body.register_forward_hook(lambda module, args, output: 9 * output)
+    check = steps(module, lambda module, x, y: F.cross_entropy(module(x), y))
+    assert (check.difference, check.gap) == (None, None)
 
 
 def test_the_outputs_are_not_kept():
