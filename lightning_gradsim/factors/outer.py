@@ -49,6 +49,21 @@ class Materialisable(Protocol):
         ...
 
 
+def block_length(length: int, size: int, max_elements: int) -> int:
+    """Entries of a block when a dimension is cut into equal ones: a small remainder would cost almost a block.
+
+    Args:
+        length: Entries of the dimension.
+        size: Elements of an entry.
+        max_elements: Elements of a block, exceeded by up to a half where that saves one.
+
+    Returns:
+        At least 1.
+    """
+    number = max(1, round(length * size / max(1, max_elements)))
+    return max(1, -(-length // number))
+
+
 def fill_flat(factors: Materialisable, like: Tensor, max_elements: int = 2**22) -> Tensor:
     """All materialised gradients ``[n, p]``.
 
@@ -170,7 +185,7 @@ class OuterFactors:
         if self.activations is not None:
             groups, outputs, inputs = self.num_groups, self.num_outputs, self.activations.shape[-1]
             weights = groups * outputs * inputs
-            step = min(outputs, max(1, max_elements // max(1, self.num_samples * inputs)))
+            step = block_length(outputs, self.num_samples * inputs, max_elements)
             for group in range(groups):
                 by_output = self.output_grads[:, :, group].transpose(1, 2)  # [n, o, t]
                 activations = self.activations[:, :, group]  # [n, t, i]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gradsim.factors.outer import Block, OuterFactors, fill_flat
+from lightning_gradsim.factors.outer import Block, OuterFactors, block_length, fill_flat
 
 UNFOLD_POSITIONS = 24
 """Output pixels up to which patches are built: below, the convolution kernels are bound by their set-up."""
@@ -130,7 +130,7 @@ class PatchFactors:
         weights = self.num_parameters - self.maps.shape[1] * self.bias
         convolves = self._convolves
         per_sample = weights if convolves else self._patch_size * self.window.groups * self.num_positions
-        step = max(1, max_elements // max(1, per_sample))
+        step = block_length(self.num_samples, per_sample, max_elements)
         for start in range(0, self.num_samples, step):
             rows = slice(start, min(start + step, self.num_samples))
             part = self.samples(rows)
