@@ -35,7 +35,7 @@ gain a third and more, a ResNet and a transformer lose a fifth)."""
 BATCH_SHARE = 0.5
 """Share of the memory budget for the samples at hand; the rest is for queries, groups and products."""
 
-HELD_SAMPLES = 1024
+HELD_SAMPLES = 4096
 """Samples whose losses are computed together where the head is served the short way."""
 HELD_ELEMENTS = 2**23
 """Elements of features and logits (32 MiB in float32) that wait for it at most."""

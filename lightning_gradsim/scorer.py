@@ -26,7 +26,7 @@ from lightning_gradsim.scores import Similarity, compute_similarity
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.topk import TopK
 
-GROUP_SAMPLES = 1024
+GROUP_SAMPLES = 4096
 """Training samples that are scored together."""
 SMALL_LAYER_ELEMENTS = 2**15
 """Elements of a layer's factors for one batch beyond which they are not kept for a group: joining copies them."""

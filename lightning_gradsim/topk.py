@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MERGE_COLUMNS = 1024
+MERGE_COLUMNS = 4096
 """Scores a row that are gathered before they are merged: one merge costs about as much as a small batch's products."""
 
 
