@@ -24,6 +24,7 @@ ForwardContext = Callable[[], AbstractContextManager[Any]]
 
 PROBE_ROWS = 8
 """Samples of the first two runs, which settle how layers are served and measure what a sample takes."""
+UNLIMITED = 2**31
 NUM_MEASURED = 2
 """Runs that are measured."""
 JOINED_SAMPLES = 512
@@ -126,7 +127,7 @@ class BatchRunner:
                 if self._num_measured >= NUM_MEASURED or "saved tensor hooks" not in str(error):
                     raise
             # A forward that takes gradients itself, by `torch.func`, cannot be measured: halving is left.
-            self._num_measured, self.portions.size = NUM_MEASURED, num_samples
+            self._num_measured, self.portions.size = NUM_MEASURED, UNLIMITED
             return self._run_rows(batch, num_samples, rows, predicted=predicted)
 
         yield from self._in_portions(batch, num_samples, work)

@@ -166,8 +166,8 @@ def find_wrong_sums(
         # Not-a-number passes: the engine names the samples that caused it.
         if bool(difference > SUM_TOLERANCE[dtypes[name]] * squared_norms(factors[name]).sqrt().sum()):
             problems[name] = GradSimError(
-                f"The per-sample gradients of layer `{name}` do not sum to autograd's gradient. 1. Its weight is also "
-                "used outside the layer. 2. Its gradient rule is wrong. Leave the layer out of `layers`."
+                f"The per-sample gradients of layer `{name}` do not sum to autograd's gradient: its weight is also "
+                "used outside the layer, or its gradient rule is wrong. Leave the layer out of `layers`."
             )
     return problems
 

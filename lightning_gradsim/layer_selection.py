@@ -20,6 +20,8 @@ Selection = dict[str, tuple[str, ...]]
 """Names of the chosen layers, each with the names of the chosen parameters in it."""
 
 MAX_LISTED = 10
+THE_MODULE = "(the module)"
+"""What the layer that has no name, the module itself, is called where people read."""
 FORMS = 'Expected "last", "last:3", "all", names, globs, layer types or one predicate of (name, layer).'
 
 
@@ -135,7 +137,9 @@ def parameter_names(selection: Selection, layers: Mapping[str, nn.Module]) -> di
         Names by layer, in the order of the selection.
     """
     return {
-        layer: [layer] if len(chosen) == len(own_parameters(layers[layer])) else _full_names(layer, chosen)
+        layer: [layer or THE_MODULE]
+        if len(chosen) == len(own_parameters(layers[layer]))
+        else _full_names(layer, chosen)
         for layer, chosen in selection.items()
     }
 
@@ -223,6 +227,6 @@ def _full_names(layer: str, names: Sequence[str]) -> list[str]:
 
 
 def _listed(layers: Mapping[str, nn.Module]) -> str:
-    names = [f"`{name}`" for name in layers]
+    names = [f"`{name or THE_MODULE}`" for name in layers]
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more

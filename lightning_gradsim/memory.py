@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_gradsim.guard import is_out_of_memory
@@ -128,9 +128,16 @@ class GraphMeter:
         Yields:
             Nothing.
         """
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in apart}
+        plain = [tensor for tensor in apart if tensor.layout is torch.strided]
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in plain}
+        # Under autocast a graph keeps casts of the parameters, which are the same for any number of samples.
+        casts = {tuple(sorted(tensor.shape)) for tensor in plain if isinstance(tensor, nn.Parameter)}
 
         def pack(tensor: Tensor) -> Tensor:
+            if tensor.layout is not torch.strided:
+                return tensor
+            if tensor.dtype in (torch.float16, torch.bfloat16) and tuple(sorted(tensor.shape)) in casts:
+                return tensor
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._known:
                 self._known.add(storage.data_ptr())

@@ -67,7 +67,7 @@ class Plan:
         """The table as words, a row for each layer, with the headings as keys."""
         return [
             {
-                "layer": layer.name or "(the module)",
+                "layer": layer.name,
                 "type": layer.kind,
                 "parameters": f"{layer.num_parameters:,}",
                 "step": layer.step,

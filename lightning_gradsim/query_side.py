@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gradsim.adapter import Step
 from lightning_gradsim.batch_runner import BatchRunner
 from lightning_gradsim.errors import NonFiniteError
-from lightning_gradsim.factors import Factors, IndexedFactors, concatenate_layers, squared_norms
+from lightning_gradsim.factors import MAX_INTERMEDIATE, Factors, IndexedFactors, concatenate_layers, squared_norms
 from lightning_gradsim.report import InfluentialSample, QueryReport, SuspectTable, to_label
 from lightning_gradsim.sample_statistics import labels_of
 from lightning_gradsim.topk import TopK
@@ -22,6 +22,8 @@ NUM_WITNESSES = 8
 """Closest training samples that must agree before a query's own label is called doubtful (see docs/design.md)."""
 DOUBTFUL_PROBABILITY = 0.01
 """Probability of the given label below which the model must be, too."""
+NORM_SHARE = 0.125
+"""Share of the memory budget for one intermediate of their norms."""
 QUERY_SHARE = 0.25
 """Share of the memory budget up to which the queries' materialised gradients are kept."""
 
@@ -104,7 +106,8 @@ def prepare_queries(runner: BatchRunner, query_batches: Sequence[QueryBatch], *,
     has_teachers = len(predicted) == len(given)
     parts = given + predicted if has_teachers else given
     factors = concatenate_layers(parts)
-    norms = reduce(torch.add, [squared_norms(layer_factors) for layer_factors in factors.values()])
+    elements = max(1, min(MAX_INTERMEDIATE, int(NORM_SHARE * runner.memory_budget / 4)))
+    norms = reduce(torch.add, [squared_norms(part, max_intermediate=elements) for part in factors.values()])
     if not bool(norms.isfinite().all()):
         raise NonFiniteError(
             "The gradient of a query is not finite, although its loss is. Nothing is scored. Check the layers above "

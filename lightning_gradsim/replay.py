@@ -35,7 +35,8 @@ class Replay:
     def __init__(self, layer: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._layer = [layer]
         self._single = WholeModule(layer, parameters)
-        self._form: list[bool] | None = None
+        self._forms: dict[str, list[torch.Size | None]] = {}
+        self._shapes: dict[str, list[torch.Size]] = {}
 
     @property
     def step(self) -> str:
@@ -57,7 +58,7 @@ class Replay:
             UnsupportedLayerError: If the layer's inputs cannot be cut into samples, or it fails on single ones.
         """
         inputs = list(tensors_of(call.inputs))
-        form = self._settle_form(inputs, num_samples)
+        form = self._settle_form(call.inputs, inputs, num_samples)
         own = [tensor for tensor, has_rows in zip(inputs, form, strict=True) if has_rows]
 
         def losses(batch: tuple[Sequence[Tensor], Tensor]) -> Tensor:
@@ -78,20 +79,29 @@ class Replay:
                 raise
             raise UnsupportedLayerError(self._words(f"does not run on single samples: {error}")) from error
 
-    def _settle_form(self, inputs: Sequence[Tensor], num_samples: int) -> list[bool]:
-        # Whether an input holds one row a sample, or is common to all. The first call decides, and its gradients are
-        # checked: a mask [t, t] looks like rows where t is the number of samples.
-        form = self._form or [tensor.shape[:1] == (num_samples,) for tensor in inputs]
-        if num_samples > 1:
-            self._form = form
-        if len(form) != len(inputs) or any(
-            has_rows and tensor.shape[:1] != (num_samples,) for tensor, has_rows in zip(inputs, form, strict=True)
-        ):
-            raise UnsupportedLayerError(self._words("was called with inputs of another form than before"))
-        return form
+    def _settle_form(self, arguments: Any, inputs: Sequence[Tensor], num_samples: int) -> list[bool]:
+        # Whether an input holds one row a sample, or is common to all. The first call with such arguments decides, and
+        # its gradients are checked: a mask [t, t] looks like rows where t is the number of samples. Where the mask is
+        # not even looked at (`is_causal`), the check finds nothing; another number of samples tells then.
+        key = repr(map_tensors(arguments, lambda _: Tensor))
+        known = self._forms.get(key)
+        if known is None:
+            known = [tensor.shape if tensor.shape[:1] != (num_samples,) else None for tensor in inputs]
+            if num_samples > 1:
+                self._forms[key], self._shapes[key] = known, [tensor.shape for tensor in inputs]
+                self._single.check_again()
+        elif num_samples > 1:
+            for place, tensor in enumerate(inputs):
+                if known[place] is None and tensor.shape[:1] != (num_samples,):
+                    if tensor.shape != self._shapes[key][place]:
+                        raise UnsupportedLayerError(self._words("was called with inputs of another form than before"))
+                    known[place] = tensor.shape
+                    self._single.check_again()
+        return [shape is None for shape in known]
 
     def _words(self, problem: str) -> str:
-        return f"a `{type(self._layer[0]).__name__}` {problem}"
+        kind = type(self._layer[0]).__name__
+        return f"a `{kind}` {problem}. Leave the layer out of `layers`, or give it a rule with `register_rule({kind})`"
 
 
 def _autocast(call: Call) -> Callable[[], AbstractContextManager[Any]]:

@@ -21,7 +21,7 @@ GROWTH = 1.5
 class SampleStatistics:
     """Self-influence, label and prediction of every training sample, its id included.
 
-    With classes these are 23 bytes a sample, and at most 64 while ``compute`` sorts them.
+    With classes these are 23 bytes a sample, half as much in reserve, and at most 64 while ``compute`` sorts them.
     """
 
     def __init__(self) -> None:

@@ -89,7 +89,7 @@ class Scorer:
         large = {name: factors for name, factors in train.items() if name not in small}
         self._waiting.append(_Scored(ids, step.detached(), small, *self._score(large)))
         self._num_waiting += len(ids)
-        self._num_elements += sum(factors.num_elements for factors in small.values())
+        self._num_elements += sum(factors.num_elements for factors in small.values()) + step.logits.numel()
         if self._num_waiting >= GROUP_SAMPLES or self._num_elements >= self._max_waiting:
             self._flush()
 

@@ -84,6 +84,10 @@ class WholeModule:
         self._has_run = False
         self._is_checked = False
 
+    def check_again(self) -> None:
+        """Check the next batch of more than one sample as if it were the first."""
+        self._is_checked = False
+
     def gradients(self, recompute: Recompute, num_samples: int) -> dict[str, Tensor]:
         """Gradients of each sample's own loss.
 

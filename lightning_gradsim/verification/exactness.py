@@ -32,9 +32,17 @@ class Products:
     squared_norms: Tensor
 
 
-def chosen_parameters(samples: Samples, watcher: PerSampleGradients) -> Parameters:
+def chosen_parameters(
+    samples: Samples, watcher: PerSampleGradients, factors: Mapping[str, Factors] | None
+) -> Parameters:
     """The chosen parameters by their full names, in the order of the layers; all of them if no choice was settled."""
-    names = [f"{layer}.{own}" if layer else own for layer, chosen in watcher.selection.items() for own in chosen]
+    # Layers that the forward does not use have no factors, and no gradient to compare.
+    names = [
+        f"{layer}.{own}" if layer else own
+        for layer, chosen in watcher.selection.items()
+        if factors is None or layer in factors
+        for own in chosen
+    ]
     found = {name: samples.module.get_parameter(name) for name in names}
     return found or {name: p for name, p in samples.module.named_parameters() if p.requires_grad}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from textwrap import indent, wrap
 
 from lightning_gradsim.errors import VerificationError
+from lightning_gradsim.layer_selection import THE_MODULE
 
 WIDTH = 100
 
@@ -81,9 +82,11 @@ class Verification:
             lines.append(f"{check.verdict:<11} {check.name:<18} {difference:>8}  {check.count}".rstrip())
             lines.append(_block(check.message))
         for name, step in self.steps.items():
-            lines.append(f"layer `{name}`: {step}")
+            lines.append(f"layer `{name or THE_MODULE}`: {step}")
             if name in self.reasons:
-                lines.append(_block(self.reasons[name]))
+                # Its first sentence: what to do about it is done already.
+                sentence, end, _ = self.reasons[name].partition(". ")
+                lines.append(_block(sentence + end.rstrip()))
         return "\n".join(lines)
 
 

@@ -98,7 +98,7 @@ def verify(
         samples = Samples(module, reader, batch, forward_context, num_samples)
         with PerSampleGradients(module, layers) as watcher:
             factors, problem = _compute(samples, watcher)
-            parameters = chosen_parameters(samples, watcher)
+            parameters = chosen_parameters(samples, watcher, factors)
             products = None if factors is None else compute_products(samples, watcher, factors)
         return Verification(
             _check(samples, parameters, products, problem, step_size),

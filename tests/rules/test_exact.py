@@ -56,7 +56,7 @@ def expected_names(case):
     for layer in case.names:
         own = own_parameters(module.get_submodule(layer))
         chosen = case.parameters[layer] if isinstance(case.parameters, dict) else own
-        names += [layer] if len(chosen) == len(own) else [f"{layer}.{name}" for name in chosen]
+        names += [layer or "(the module)"] if len(chosen) == len(own) else [f"{layer}.{name}" for name in chosen]
     return names
 
 

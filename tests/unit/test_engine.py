@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gradsim import batch_runner, scorer
+from lightning_gradsim import batch_runner, sample_statistics, scorer
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batch_runner import BatchRunner
 from lightning_gradsim.engine import EngineSettings, run_pass
@@ -126,7 +126,7 @@ def test_records_say_what_a_sample_is():
             assert sample.label == labels[sample.sample_id]
             assert sample.label_is_prediction == (sample.label == query.prediction)
     assert result.num_samples == 40
-    assert result.layers == ("",)
+    assert result.layers == ("(the module)",)
     assert result.has_teachers
 
 
@@ -511,6 +511,23 @@ def test_small_batches_run_together(layers):
     assert sizes[-2:] == [510, 190]
     assert found.plan.batch_size == 10
     assert_same_result(found, run(module, queries, train, batch_size=700, layers=layers))
+
+
+def test_waiting_logits_count(monkeypatch):
+    """Logits of many classes are memory, too: they are scored before they fill the budget."""
+    sizes = []
+    update = sample_statistics.SampleStatistics.update
+    monkeypatch.setattr(
+        sample_statistics.SampleStatistics,
+        "update",
+        lambda self, ids, *args, **options: (sizes.append(len(ids)), update(self, ids, *args, **options)),
+    )
+    monkeypatch.setattr(batch_runner, "JOINED_SAMPLES", 1)
+    module = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 2000))
+    x, y = torch.randn(200, FEATURES), torch.randint(2000, (200,))
+    run(module, None, (x, y), batch_size=10, layers="all", memory_budget=2**22)
+    assert sum(sizes) == 200
+    assert max(sizes) <= 2**22 / 8 / 4 / 2000 + 10
 
 
 class TakesGradients(nn.Linear):

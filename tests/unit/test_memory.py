@@ -112,3 +112,18 @@ def test_nothing_is_kept_without_a_graph():
     with torch.no_grad(), meter.watching():
         nn.Linear(3, 3)(torch.randn(2, 3))
     assert meter.num_bytes == 0
+
+
+def test_sparse_tensors_are_left_out():
+    adjacency = torch.eye(4).to_sparse()
+    layer, meter = nn.Linear(3, 3), GraphMeter()
+    with meter.watching(*layer.parameters(), adjacency):
+        torch.sparse.mm(adjacency, layer(torch.randn(4, 3))).sum()
+    assert meter.num_bytes == 4 * 4 * 3
+
+
+def test_casts_of_parameters_are_no_memory_of_samples():
+    layer, x, meter = nn.Linear(16, 32), torch.randn(2, 16), GraphMeter()
+    with meter.watching(*layer.parameters(), x), torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x)
+    assert meter.num_bytes == 2 * 2 * 16

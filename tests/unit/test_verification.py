@@ -351,7 +351,7 @@ def test_a_wrong_rule_whose_sum_is_wrong_is_not_used_and_named():
     assert found, str(found)
     assert found.steps["body.1"] == "vmap(module)"
     assert "layer `body.1` do not sum to autograd's gradient" in found.reasons["body.1"]
-    assert "Its gradient rule is wrong" in " ".join(str(found).split())
+    assert "its gradient rule is wrong" in " ".join(str(found).split())
 
 
 @pytest.mark.usefixtures("_registered")
@@ -541,3 +541,10 @@ def test_the_record():
     right.raise_if_failed()
     with pytest.raises(dataclasses.FrozenInstanceError):
         right.steps = {}
+
+
+def test_a_layer_that_the_forward_does_not_use():
+    module = Net()
+    module.spare = nn.Linear(2, 2)
+    found = verify(module, data(), "all")
+    assert found, str(found)
