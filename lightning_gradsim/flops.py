@@ -24,9 +24,11 @@ def count_flops(run: Callable[[], Any]) -> int:
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
         "convolution_backward": _convolution_backward,
+        "addmm_": _product_in_place,
     }
     own = {getattr(torch.ops.aten, name): f for name, f in formulas.items() if hasattr(torch.ops.aten, name)}
-    # Attention on the CPU is not in PyTorch's own table, whose formula for convolutions counts groups as if they met.
+    # Attention on the CPU and products in place are not in PyTorch's own table, whose formula for convolutions counts
+    # groups as if they met.
     with FlopCounterMode(display=False, custom_mapping=own) as counter:
         run()
     return int(counter.get_total_flops())
@@ -41,6 +43,10 @@ def _attention_backward(_: Shape, query: Shape, key: Shape, value: Shape, *__: A
     # The scores once more, and a product for each of the gradients of scores, values, queries and keys.
     pairs = torch.Size(query[:-1]).numel() * key[-2]
     return 2 * pairs * (3 * query[-1] + 2 * value[-1])
+
+
+def _product_in_place(_: Shape, left: Shape, right: Shape, *__: Any, **___: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
 
 
 def _convolution_backward(output_grads: Shape, images: Shape, weight: Shape, *settings: Any, **_: Any) -> int:

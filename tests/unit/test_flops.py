@@ -13,6 +13,11 @@ def test_a_product():
     assert count_flops(lambda: layer(x)) == 2 * 3 * 5 * 7
 
 
+def test_a_product_in_place():
+    total, left, right = torch.zeros(3, 7), torch.randn(3, 5), torch.randn(5, 7)
+    assert count_flops(lambda: total.addmm_(left, right)) == 2 * 3 * 5 * 7
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention(is_causal):
     q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 16)
