@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-import lightning_gradsim.callback
+import lightning_gradsim.reporter
 from lightning_gradsim import Adapter, GradSimCallback, lightning_bridge
 from lightning_gradsim.errors import (
     BatchFormatError,
@@ -49,7 +49,7 @@ class TestArguments:
         with pytest.raises(error, match=re.escape(f"`{argument}={value!r}`") + ".*at least 1"):
             GradSimCallback(**{argument: value})
 
-    @pytest.mark.parametrize("argument", ["num_queries", "top_k", "every_n_epochs"])
+    @pytest.mark.parametrize("argument", ["num_queries", "top_k", "warmup_epochs"])
     def test_counts_that_are_not_optional(self, argument):
         with pytest.raises(TypeError, match=f"`{argument}=None`"):
             GradSimCallback(**{argument: None})
@@ -410,7 +410,7 @@ class TestFailures:
     @pytest.fixture
     def fail(self, monkeypatch):
         """Makes the report fail at the validations with these numbers, counted from 0."""
-        compute_report = lightning_gradsim.callback.compute_report
+        compute_report = lightning_gradsim.reporter.compute_report
 
         def fail(*numbers):
             calls = iter(range(100))
@@ -421,7 +421,7 @@ class TestFailures:
                     raise RuntimeError(f"boom {number}")
                 return compute_report(*args, **kwargs)
 
-            monkeypatch.setattr(lightning_gradsim.callback, "compute_report", compute)
+            monkeypatch.setattr(lightning_gradsim.reporter, "compute_report", compute)
 
         return fail
 
@@ -444,7 +444,7 @@ class TestFailures:
     def test_three_in_a_row_stop_the_callback_and_training_goes_on(self, tmp_path, fail):
         fail(0, 1, 2)
         with collect_warnings() as texts:
-            gradsim, module, recorder = fit(tmp_path, GradSimCallback(), max_epochs=5)
+            gradsim, module, recorder = fit(tmp_path, GradSimCallback(time_budget=None), max_epochs=5)
         assert len(texts) == 3
         assert [("the callback stops" in text) for text in texts] == [False, False, True]
         assert "RuntimeError: boom 2" in texts[2]
@@ -456,7 +456,7 @@ class TestFailures:
     def test_a_success_resets_the_count(self, tmp_path, fail):
         fail(0, 1, 3, 4)
         with collect_warnings() as texts:
-            _, _, recorder = fit(tmp_path, GradSimCallback(), max_epochs=6)
+            _, _, recorder = fit(tmp_path, GradSimCallback(time_budget=None), max_epochs=6)
         assert len(texts) == 4
         assert not any("the callback stops" in text for text in texts)
         assert [report.epoch for report in recorder.reports] == [2, 5]
@@ -489,7 +489,7 @@ class TestFailures:
         def refuse(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(lightning_gradsim.callback, "write_report_files", refuse)
+        monkeypatch.setattr(lightning_gradsim.reporter, "write_report_files", refuse)
         with collect_warnings() as texts:
             gradsim, _, _ = fit(tmp_path, GradSimCallback())
         assert len(texts) == 1

@@ -55,7 +55,7 @@ def test_state_is_plain_and_versioned(tmp_path):
     train_and_save(tmp_path, [gradsim])
     state = loaded(tmp_path)["callbacks"][gradsim.state_key]
     assert is_plain(state)
-    assert state["version"] == 1
+    assert state["version"] == 2
     assert state == gradsim.state_dict()
     assert state["seconds"] > 0
 
