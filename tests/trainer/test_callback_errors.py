@@ -410,7 +410,7 @@ class TestFailures:
     @pytest.fixture
     def fail(self, monkeypatch):
         """Makes the report fail at the validations with these numbers, counted from 0."""
-        compute_report = lightning_gradsim.reporter.compute_report
+        score_part = lightning_gradsim.reporter.score_part
 
         def fail(*numbers):
             calls = iter(range(100))
@@ -419,9 +419,9 @@ class TestFailures:
                 number = next(calls)
                 if number in numbers:
                     raise RuntimeError(f"boom {number}")
-                return compute_report(*args, **kwargs)
+                return score_part(*args, **kwargs)
 
-            monkeypatch.setattr(lightning_gradsim.reporter, "compute_report", compute)
+            monkeypatch.setattr(lightning_gradsim.reporter, "score_part", compute)
 
         return fail
 
