@@ -256,7 +256,7 @@ class GradSimCallback(Callback):
         self._batch_idx, self._waiting = batch_idx, None
         if self._loss_check.is_open and not self._failures.are_too_many and self._may_watch(pl_module):
             with self._checking_the_loss(trainer):
-                self._loss_check.begin_step(pl_module)
+                self._loss_check.begin_step(pl_module, is_wrapped=trainer.strategy.model is not pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
