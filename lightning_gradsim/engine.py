@@ -1,12 +1,14 @@
-"""One pass over the training samples: similarities with every query, the best of each list, per-sample statistics."""
+"""A pass over the training samples, whole or in shards: similarities with every query, best lists, statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
@@ -15,10 +17,12 @@ from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import make_plan
-from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch, prepare_queries, query_reports
+from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch, QueryRecords, prepare_queries, query_reports
 from lightning_gradsim.report import QueryReport, SuspectTable
+from lightning_gradsim.sample_statistics import merge_suspects
 from lightning_gradsim.scorer import Scorer
 from lightning_gradsim.scores import Similarity
+from lightning_gradsim.topk import merge_largest
 from lightning_gradsim.wrapper import PerSampleGradients
 
 
@@ -67,6 +71,31 @@ class PassResult:
     ran_short: bool
 
 
+@dataclass(frozen=True, eq=False)
+class ShardResult:
+    """What a pass over some of the training samples found: all that is needed to merge it with others, and picklable.
+
+    It holds no gradients: a few numbers a query, and 23 bytes a training sample. Tensors are on the CPU.
+
+    Attributes:
+        layers: Names of the layers.
+        queries: The queries that are still wrong; ``None`` if there are none.
+        best_scores: Largest scores of each row, falling, ``[R, k]``; ``[0, 0]`` without queries or training samples.
+        best_ids: The sample ids that they belong to, like ``best_scores``.
+        suspects: The training samples of this shard.
+        plan: How it was computed; ``None`` without training samples.
+        ran_short: Whether memory did not suffice for what was planned.
+    """
+
+    layers: tuple[str, ...]
+    queries: QueryRecords | None
+    best_scores: Tensor
+    best_ids: Tensor
+    suspects: SuspectTable
+    plan: Plan | None
+    ran_short: bool
+
+
 def run_pass(
     module: nn.Module,
     adapter: Adapter,
@@ -94,6 +123,38 @@ def run_pass(
         LabelRangeError: If a label lies outside the classes; the samples are named.
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
+    return merge_shards(
+        [score_shard(module, adapter, query_batches, train_batches, settings, forward_context)], settings
+    )
+
+
+def score_shard(
+    module: nn.Module,
+    adapter: Adapter,
+    query_batches: Sequence[QueryBatch],
+    train_batches: Iterable[tuple[Tensor, Any]],
+    settings: EngineSettings,
+    forward_context: ForwardContext = nullcontext,
+) -> ShardResult:
+    """Score some of the training samples against every query, exactly.
+
+    Args:
+        module: The user's module; it is left as found.
+        adapter: Reads batches; bound to the module.
+        query_batches: The queries, the same for every shard, on the module's device.
+        train_batches: Sample ids ``[B]`` and batch, on the module's device, each id once; may be empty.
+        settings: Layers, similarity, length of the lists.
+        forward_context: The precision context of the run.
+
+    Returns:
+        What was found. Training samples whose loss or gradient is not finite are in it, for ``merge_shards`` to name
+        those of all shards together.
+
+    Raises:
+        NonFiniteError: If a query's loss or gradient is not finite.
+        LabelRangeError: If a label lies outside the classes; the samples are named.
+        GradSimError: If the gradients of the chosen layers cannot be exact.
+    """
     plan = None
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         runner = BatchRunner(module, adapter, gradients, forward_context, settings.memory_budget)
@@ -107,7 +168,50 @@ def run_pass(
                 plan = make_plan(module, gradients, runner, factors, num_query_gradients, queries)
         names = [name for chosen in gradients.names_by_layer().values() for name in chosen]
     suspects = scorer.compute_suspects()
-    reports = {} if queries is None else dict(query_reports(queries, scorer.top, suspects, settings.top_k))
-    has_teachers = queries is not None and queries.has_teachers
+    scores, ids = (values.cpu() for values in scorer.top.compute())
     ran_short = scorer.ran_short or runner.portions.was_halved
-    return PassResult(tuple(names), reports, suspects, has_teachers, len(suspects), plan, ran_short)
+    records = None if queries is None else queries.records
+    return ShardResult(tuple(names), records, scores, ids, suspects, plan, ran_short)
+
+
+def merge_shards(shards: Sequence[ShardResult], settings: EngineSettings) -> PassResult:
+    """What one pass over the samples of all shards finds.
+
+    Args:
+        shards: What each pass found, at least one, in any order. A training sample that several of them scored counts
+            once.
+        settings: The settings of these passes.
+
+    Returns:
+        The result. Where weights differ between processes, a query that any of them gets right is absent.
+
+    Raises:
+        NonFiniteError: If a loss or gradient of a training sample of any shard is not finite; the samples are named.
+    """
+    # What all shards say alike is taken from the one with the smallest sample id, in whatever order they come.
+    shards = sorted(shards, key=_smallest_id)
+    suspects = merge_suspects([shard.suspects for shard in shards])
+    all_records = [shard.queries for shard in shards if shard.queries is not None]
+    wrong = [set(records.positions) for records in all_records]
+    common = set.intersection(*wrong) if len(wrong) == len(shards) else set()
+    has_teachers = bool(all_records) and all(records.has_teachers for records in all_records)
+    reports = {}
+    if common:
+        best = merge_largest([_best(shard, common) for shard in shards], max(settings.top_k, NUM_WITNESSES))
+        reports = dict(query_reports(all_records[0].only(common), best, suspects, settings.top_k))
+    plan = next((shard.plan for shard in shards if shard.plan is not None), None)
+    ran_short = any(shard.ran_short for shard in shards)
+    return PassResult(shards[0].layers, reports, suspects, has_teachers, len(suspects), plan, ran_short)
+
+
+def _smallest_id(shard: ShardResult) -> int:
+    return int(shard.suspects.sample_ids.min()) if len(shard.suspects) else sys.maxsize
+
+
+def _best(shard: ShardResult, positions: Collection[int]) -> tuple[Tensor, Tensor]:
+    """The rows of some queries, without columns where the shard has no samples."""
+    assert shard.queries is not None
+    rows = torch.tensor(shard.queries.rows_of(positions))
+    if not len(shard.suspects):
+        return torch.empty(len(rows), 0), torch.empty(len(rows), 0, dtype=torch.long)
+    return shard.best_scores[rows], shard.best_ids[rows]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
-import torch
+import numpy as np
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.errors import NonFiniteError
@@ -17,6 +19,8 @@ from lightning_gradsim.tasks import Task
 
 QueryPolicy = Literal["highest_loss", "random"]
 QUERY_POLICIES: tuple[str, ...] = get_args(QueryPolicy)
+_RIGHT = -1
+"""Outcome of a sample that is not misclassified; others have their label, or 0 without exclusive classes."""
 _MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive ids over the whole range
 
 
@@ -28,7 +32,7 @@ class Query:
         data: The sample as a batch of one, on the CPU, sharing no memory with the validation batch.
         sample_id: Index into the validation dataset, or ``None`` where the loader's order is not known.
         dataloader_idx: Which validation loader it came from.
-        ordinal: Its place in this validation; orders samples of equal loss.
+        ordinal: Its place in this validation, over all processes; orders samples of equal loss.
         label: Given label.
         loss: Loss when validation met it.
     """
@@ -41,64 +45,41 @@ class Query:
     loss: float
 
 
-class ErrorCounts(Metric):
-    """Misclassified validation samples by given label.
-
-    Index key: ``c`` class. States are summed over ranks.
-
-    Attributes:
-        errors: Misclassified samples of each class, int64 ``[c]``.
-        total: Samples seen, int64.
-    """
-
-    full_state_update = False
-    errors: Tensor
-    total: Tensor
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.add_state("errors", torch.zeros(num_classes, dtype=torch.long), dist_reduce_fx="sum")
-        self.add_state("total", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
-
-    def update(self, labels: Tensor, wrong: Tensor) -> None:
-        """Count a batch.
-
-        Args:
-            labels: Given labels, int64 ``[B]``; not looked at where there is one class only.
-            wrong: Whether the prediction differs, bool ``[B]``.
-        """
-        classes = len(self.errors)
-        counted = labels[wrong] if classes > 1 else wrong.new_zeros(int(wrong.sum()), dtype=torch.long)
-        self.errors += torch.bincount(counted.cpu().long(), minlength=classes)
-        self.total += len(wrong)
-
-    def compute(self) -> tuple[dict[int, int], int]:
-        """Misclassified samples by class (classes without any left out), and samples seen."""
-        return {label: int(count) for label, count in enumerate(self.errors) if count}, int(self.total)
-
-
 class QuerySelection:
     """The queries of one validation, chosen while its batches go by.
 
     ``highest_loss`` takes the misclassified samples of highest loss, balanced over their labels: first the worst of
     every class, then the second worst, and so on. ``random`` takes a seeded choice. Both depend on the samples alone,
-    not on their order, and at no time are more than ``num_queries`` samples kept.
+    not on their order, and at no time are more than ``num_queries`` samples kept, beside 12 bytes for each one seen.
+
+    With several processes each has one of its own, which can be pickled; ``merge_selections`` makes one of them all.
 
     Attributes:
         num_queries: How many samples to keep at most.
         policy: ``highest_loss`` or ``random``.
         seed: Seed of the random choice.
+        rank: Which of the processes this is.
+        world_size: How many there are.
         task: Kind of task, known after the first batch.
     """
 
-    def __init__(self, num_queries: int, policy: QueryPolicy = "highest_loss", seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_queries: int,
+        policy: QueryPolicy = "highest_loss",
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self.num_queries = num_queries
         self.policy = policy
         self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
         self.task: Task | None = None
         self._kept: list[Query] = []
-        self._counts: ErrorCounts | None = None
-        self._num_seen = 0
+        # Key and outcome of every sample seen, so that one that several processes met can be counted once.
+        self._keys, self._outcomes = array("q"), array("i")
 
     @property
     def queries(self) -> tuple[Query, ...]:
@@ -107,11 +88,8 @@ class QuerySelection:
 
     def error_counts(self) -> tuple[dict[int, int], int, int]:
         """Misclassified samples by label (empty without exclusive classes), their number, and samples seen."""
-        if self._counts is None:
-            return {}, 0, 0
-        by_class, total = self._counts.compute()
-        has_classes = self.task in (Task.CLASSIFICATION, Task.BINARY)
-        return (by_class if has_classes else {}), sum(by_class.values()), total
+        by_class = Counter(outcome for outcome in self._outcomes if outcome != _RIGHT)
+        return (dict(sorted(by_class.items())) if self._has_classes else {}), by_class.total(), len(self._outcomes)
 
     def update(self, adapter: Adapter, batch: Any, step: Step, ids: Tensor | None, dataloader_idx: int) -> None:
         """Take in a validation batch.
@@ -127,35 +105,35 @@ class QuerySelection:
             NonFiniteError: If a loss is NaN or infinite; the samples are named.
         """
         losses, outcome = step.losses.detach(), step.outcome
-        self._check_finite(losses, ids, dataloader_idx)
+        start = len(self._keys)
+        ordinals = range(start * self.world_size + self.rank, (start + len(losses)) * self.world_size, self.world_size)
+        self._check_finite(losses, ids, ordinals, dataloader_idx)
         self.task = step.task
-        if self._counts is None:
-            classes = {Task.CLASSIFICATION: step.logits.shape[-1], Task.BINARY: 2}.get(step.task, 1)
-            self._counts = ErrorCounts(classes)
-        self._counts.update(outcome.labels, outcome.wrong)
-        new: list[tuple[Query, int]] = []
-        for row in outcome.wrong.nonzero().flatten().tolist():
-            sample_id = None if ids is None else int(ids[row])
-            label, loss = to_label(outcome.labels[row]), float(losses[row])
-            new.append((Query(None, sample_id, dataloader_idx, self._num_seen + row, label, loss), row))
-        self._num_seen += len(losses)
-        rows = {query.ordinal: row for query, row in new}
-        chosen = self._choose([*self._kept, *(query for query, _ in new)])
+        sample_ids: list[int | None] = [None] * len(losses) if ids is None else ids.tolist()
+        self._keys.extend(map(partial(_key, dataloader_idx), sample_ids, ordinals))
+        labels = outcome.labels if self._has_classes else outcome.wrong.long() - 1
+        self._outcomes.extend(labels.where(outcome.wrong, _RIGHT).tolist())
+        rows = {ordinals[row]: row for row in outcome.wrong.nonzero().flatten().tolist()}
+        new = [
+            Query(None, sample_ids[row], dataloader_idx, ordinal, to_label(outcome.labels[row]), float(losses[row]))
+            for ordinal, row in rows.items()
+        ]
         self._kept = [
-            self._keep(query, adapter.take_sample(batch, rows[query.ordinal], len(losses)))
-            if query.data is None
-            else query
-            for query in chosen
+            query
+            if query.data is not None
+            else replace(query, data=adapter.take_sample(batch, rows[query.ordinal], len(losses)))
+            for query in self._choose([*self._kept, *new])
         ]
 
-    def _keep(self, query: Query, data: Any) -> Query:
-        return Query(data, query.sample_id, query.dataloader_idx, query.ordinal, query.label, query.loss)
+    @property
+    def _has_classes(self) -> bool:
+        return self.task in (Task.CLASSIFICATION, Task.BINARY)
 
     def _choose(self, candidates: list[Query]) -> list[Query]:
         if self.policy == "random":
             return sorted(candidates, key=self._lot)[: self.num_queries]
         by_loss = sorted(candidates, key=lambda query: (-query.loss, query.dataloader_idx, *_place(query)))
-        if self.task not in (Task.CLASSIFICATION, Task.BINARY):
+        if not self._has_classes:
             return by_loss[: self.num_queries]
         # A sample that is not among the first now can only fall further behind, so dropping it loses nothing.
         rank_in_class: Counter[Label] = Counter()
@@ -172,17 +150,52 @@ class QuerySelection:
         mixed = ((mixed ^ (mixed >> 29)) * _MIX) & (2**64 - 1)
         return mixed ^ (mixed >> 32), query.ordinal
 
-    def _check_finite(self, losses: Tensor, ids: Tensor | None, dataloader_idx: int) -> None:
+    def _check_finite(self, losses: Tensor, ids: Tensor | None, ordinals: range, dataloader_idx: int) -> None:
         finite = losses.isfinite()
         if bool(finite.all()):
             return
         rows = (~finite).nonzero().flatten().cpu()
-        names = (ids[rows] if ids is not None else rows + self._num_seen).tolist()
+        names = ids[rows].tolist() if ids is not None else [ordinals[row] for row in rows.tolist()]
         raise NonFiniteError(
             f"Validation losses are not finite for {len(names)} samples of loader {dataloader_idx} "
             f"({'sample ids' if ids is not None else 'places in this validation'} {names[:10]}). Nothing is scored. "
             "Check the loss in eval mode."
         )
+
+
+def merge_selections(selections: Sequence[QuerySelection]) -> QuerySelection:
+    """The selection of one process that met the samples of all.
+
+    Args:
+        selections: Those of all processes, in any order, at least one, with one set of arguments.
+
+    Returns:
+        Their queries and counts in one. A sample with an id that several of them met counts once; so do those that a
+        ``DistributedSampler`` repeats to give every process the same number. Samples without an id count each time.
+    """
+    first = selections[0]
+    if len(selections) == 1:
+        return first
+    merged = QuerySelection(first.num_queries, first.policy, first.seed)
+    merged.task = next((each.task for each in selections if each.task is not None), None)
+    keys, outcomes = (
+        np.concatenate([np.array(getattr(each, name)) for each in selections]) for name in ("_keys", "_outcomes")
+    )
+    wrong_first = np.argsort(-outcomes, kind="stable")
+    keys, places = np.unique(keys[wrong_first], return_index=True)
+    merged._keys.frombytes(keys.tobytes())
+    merged._outcomes.frombytes(outcomes[wrong_first][places].tobytes())
+    by_loss = sorted((query for each in selections for query in each.queries), key=lambda q: (-q.loss, q.ordinal))
+    kept: dict[int, Query] = {}
+    for query in by_loss:
+        kept.setdefault(_key(query.dataloader_idx, query.sample_id, query.ordinal), query)
+    merged._kept = merged._choose(list(kept.values()))
+    return merged
+
+
+def _key(dataloader_idx: int, sample_id: int | None, ordinal: int) -> int:
+    """One number for a sample of any loader; negative without an id."""
+    return -1 - ordinal if sample_id is None else sample_id + (dataloader_idx << 48)
 
 
 def _place(query: Query) -> tuple[int, int]:

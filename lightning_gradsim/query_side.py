@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -16,7 +16,6 @@ from lightning_gradsim.errors import NonFiniteError
 from lightning_gradsim.factors import MAX_INTERMEDIATE, Factors, IndexedFactors, concatenate_layers, squared_norms
 from lightning_gradsim.report import InfluentialSample, QueryReport, SuspectTable, to_label
 from lightning_gradsim.sample_statistics import labels_of
-from lightning_gradsim.topk import TopK
 
 NUM_WITNESSES = 8
 """Closest training samples that must agree before a query's own label is called doubtful (see docs/design.md)."""
@@ -42,25 +41,59 @@ class QueryBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class QuerySide:
-    """The ``M`` queries that are still wrong.
+class QueryRecords:
+    """What a report needs of the ``M`` queries that are still wrong, beside their scores.
 
     Attributes:
         positions: Which queries these are.
         reports: Their records, without lists.
         label_probabilities: Probabilities of the given labels; 1 where there are no exclusive classes.
-        factors: By layer, ``M`` gradients for the given labels, then ``M`` for the predicted ones if there are any.
-        squared_norms: Their squared norms, ``[M]`` or ``[2 M]``.
         has_teachers: Whether there are gradients for the predicted labels.
-        kept: Layers whose materialised gradients are kept during the pass; those of others would take too much memory.
     """
 
     positions: list[int]
     reports: list[QueryReport]
     label_probabilities: list[float]
+    has_teachers: bool
+
+    def __len__(self) -> int:
+        """Number of queries."""
+        return len(self.positions)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of scores: harmful and look-alikes of each query; of the predicted labels, too, where there are any."""
+        return len(self) * (4 if self.has_teachers else 2)
+
+    def rows_of(self, positions: Collection[int]) -> list[int]:
+        """Rows of scores of some of the queries."""
+        return [row for row in range(self.num_rows) if self.positions[row % len(self)] in positions]
+
+    def only(self, positions: Collection[int]) -> QueryRecords:
+        """Some of the queries."""
+        rows = [row for row, position in enumerate(self.positions) if position in positions]
+        return QueryRecords(
+            [self.positions[row] for row in rows],
+            [self.reports[row] for row in rows],
+            [self.label_probabilities[row] for row in rows],
+            self.has_teachers,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class QuerySide:
+    """The ``M`` queries that are still wrong, and their gradients.
+
+    Attributes:
+        records: Which they are.
+        factors: By layer, ``M`` gradients for the given labels, then ``M`` for the predicted ones if there are any.
+        squared_norms: Their squared norms, ``[M]`` or ``[2 M]``.
+        kept: Layers whose materialised gradients are kept during the pass; those of others would take too much memory.
+    """
+
+    records: QueryRecords
     factors: Mapping[str, Factors]
     squared_norms: Tensor
-    has_teachers: bool
     kept: frozenset[str]
 
     def without_kept(self) -> QuerySide:
@@ -114,27 +147,27 @@ def prepare_queries(runner: BatchRunner, query_batches: Sequence[QueryBatch], *,
             f"{', '.join(f'`{name}`' for name in factors)} in eval mode."
         )
     kept = _fitting(factors, QUERY_SHARE * runner.memory_budget)
-    return QuerySide(positions, reports, label_probabilities, factors, norms, has_teachers, kept)
+    records = QueryRecords(positions, reports, label_probabilities, has_teachers)
+    return QuerySide(records, factors, norms, kept)
 
 
 def query_reports(
-    queries: QuerySide, top: TopK, suspects: SuspectTable, top_k: int
+    queries: QueryRecords, best: tuple[Tensor, Tensor], suspects: SuspectTable, top_k: int
 ) -> Iterator[tuple[int, QueryReport]]:
     """The queries' records with their lists.
 
     Args:
         queries: The queries.
-        top: The best of the rows of ``scorer.Scorer``.
+        best: The largest scores of the rows of ``scorer.Scorer`` and the ids they belong to, on the CPU.
         suspects: All training samples.
         top_k: Length of each list.
 
     Yields:
         Position and record of each query.
     """
-    all_scores, all_ids = (values.cpu() for values in top.compute())
-    labels = labels_of(suspects, all_ids.unique().tolist())
-    scores, ids = all_scores.tolist(), all_ids.tolist()
-    num_queries = len(queries.positions)
+    labels = labels_of(suspects, best[1].unique().tolist())
+    scores, ids = (values.tolist() for values in best)
+    num_queries = len(queries)
     for row, (position, report) in enumerate(zip(queries.positions, queries.reports, strict=True)):
         lists = [
             tuple(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +58,7 @@ class SampleStatistics:
         """All samples by falling self-influence, ties by the smaller id. What was gathered is given away.
 
         Returns:
-            The table; empty if there was no batch.
-
-        Raises:
-            NonFiniteError: If a loss or a gradient was NaN or infinite; the samples are named.
+            The table; empty if there was no batch. What is not finite comes first.
         """
         if not self._columns:
             return SuspectTable.empty()
@@ -72,7 +71,6 @@ class SampleStatistics:
             table[name] = columns.pop(name)[: self._length].cpu()[by_id]
         del by_id
         self._length = 0
-        _check_finite(table)
         order = table["scores"].argsort(descending=True, stable=True)
         for name in list(table):
             table[name] = table[name][order]
@@ -99,6 +97,42 @@ class SampleStatistics:
         self._length = stop
 
 
+def merge_suspects(tables: Sequence[SuspectTable]) -> SuspectTable:
+    """The samples of several tables in one, each id once.
+
+    Args:
+        tables: Tables of ``SampleStatistics.compute``, in any order. Of an id in several of them the largest score
+            counts.
+
+    Returns:
+        All samples by falling score, ties by the smaller id.
+
+    Raises:
+        NonFiniteError: If a loss or a gradient of any of them was NaN or infinite; the samples are named.
+    """
+    tables = [table for table in tables if len(table)]
+    merged = tables[0] if len(tables) == 1 else _joined(tables) if tables else SuspectTable.empty()
+    _check_finite(merged)
+    return merged
+
+
+def _joined(tables: Sequence[SuspectTable]) -> SuspectTable:
+    ids = torch.cat([table.sample_ids for table in tables])
+    scores = torch.cat([table.scores for table in tables])
+    order = scores.argsort(descending=True, stable=True)
+    order = order[ids[order].argsort(stable=True)]
+    is_first = torch.ones(len(ids), dtype=torch.bool)
+    is_first[1:] = ids[order][1:] != ids[order][:-1]
+    order = order[is_first]
+    order = order[scores[order].argsort(descending=True, stable=True)]
+
+    def column(name: str) -> Any:
+        parts = [getattr(table, name) for table in tables]
+        return None if parts[0] is None else torch.cat(parts)[order]
+
+    return SuspectTable(**{field.name: column(field.name) for field in fields(SuspectTable)})
+
+
 def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label]:
     """Given labels of some training samples.
 
@@ -122,11 +156,11 @@ def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label
     return {sample_id: to_label(table.labels[row]) for sample_id, row in zip(sample_ids, rows.tolist(), strict=True)}
 
 
-def _check_finite(table: Mapping[str, Tensor]) -> None:
-    finite = table["scores"].isfinite()
+def _check_finite(table: SuspectTable) -> None:
+    finite = table.scores.isfinite()
     if bool(finite.all()):
         return
-    ids = table["sample_ids"][~finite].sort().values.tolist()
+    ids = table.sample_ids[~finite].sort().values.tolist()
     more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
     raise NonFiniteError(
         f"Losses or gradients of training samples are not finite (sample ids {ids[:MAX_NAMED]}{more}). Nothing is "

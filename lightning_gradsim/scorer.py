@@ -146,9 +146,9 @@ class Scorer:
 
 def _scores(queries: QuerySide, products: Tensor, norms: Tensor, similarity: Similarity) -> Tensor:
     """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
-    num_queries = len(queries.positions)
+    num_queries = len(queries.records)
     scores = products.new_empty(2 * len(products), products.shape[1])
-    for start, sign in ((0, -1), (num_queries, 1))[: 2 if queries.has_teachers else 1]:
+    for start, sign in ((0, -1), (num_queries, 1))[: 2 if queries.records.has_teachers else 1]:
         rows = slice(start, start + num_queries)
         both, query_norms = scores[2 * start :], queries.squared_norms[rows]
         values = compute_similarity(similarity, products[rows], query_norms, norms)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,30 @@ class TopK:
             candidates = torch.cat([self._ids, candidates], dim=1)
         order = _order(scores, candidates)[:, : self._k]
         self._scores, self._ids = scores.gather(1, order), candidates.gather(1, order)
+
+
+def merge_largest(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
+    """The largest scores of several streams.
+
+    Args:
+        parts: At least one, each with scores ``[R, k']`` and their ids, as ``TopK.compute`` gives them. An id may occur
+            in several streams; within one, once a row.
+        k: How many to keep.
+
+    Returns:
+        Scores, falling, and their ids, both ``[R, min(k, columns of all parts)]``, whatever the order of the parts. Of
+        an id that occurs several times the largest score counts; the others are minus infinity, and come last.
+    """
+    scores = torch.cat([scores for scores, _ in parts], dim=1)
+    ids = torch.cat([ids for _, ids in parts], dim=1)
+    by_score = scores.argsort(dim=1, descending=True, stable=True)
+    order = by_score.gather(1, ids.gather(1, by_score).argsort(dim=1, stable=True))
+    scores, ids = scores.gather(1, order), ids.gather(1, order)
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
+    repeated[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    scores = scores.masked_fill(repeated, -torch.inf)
+    order = _order(scores, ids)[:, :k]
+    return scores.gather(1, order), ids.gather(1, order)
 
 
 def _largest_columns(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,8 @@ from lightning_gradsim.errors import TrainingDataError
 
 WAY_OUT = "Pass a map-style dataset or a `DataLoader` over one as `train_data=` to `GradSimCallback`."
 DEFAULT_BATCH_SIZE = 64
+RUNS_A_SHARE = 4
+"""Runs of neighbours that a process's share has at least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +76,30 @@ class SampleReader:
         """
         return SampleReader(self.dataset, self.ids[indices], self.positions[indices], self.batch_size, self.options)
 
+    def share(self, rank: int, world_size: int) -> SampleReader:
+        """A reader of one process's share of the samples.
+
+        Shares are made of runs of neighbours, which are read faster than single samples where they lie side by side in
+        a file; but of several runs, spread over the dataset, so that none has all the long ones.
+
+        Args:
+            rank: Which of the processes.
+            world_size: How many there are.
+
+        Returns:
+            The reader, without samples where there are too few. Every sample is in exactly one share.
+        """
+        run = max(1, min(self.batch_size, len(self) // (RUNS_A_SHARE * world_size)))
+        return self.choose((torch.arange(len(self)) // run % world_size == rank).nonzero().flatten())
+
     def batches(self) -> Iterator[tuple[Tensor, Any]]:
         """All samples in order.
 
         Returns:
             Pairs of sample ids ``[B]`` and the collated batch, on the CPU.
         """
+        if not len(self):
+            return iter(())
         loader: DataLoader[Any] = DataLoader(
             self.dataset,
             batch_sampler=BatchSampler(self.positions.tolist(), self.batch_size, drop_last=False),
@@ -162,13 +182,26 @@ def sample_ids(dataset: Dataset[Any]) -> Tensor:
 
 def is_in_order(loader: Any) -> bool:
     """Whether a validation loader gives the samples of a map-style dataset in the order of their index."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) is SequentialSampler
-        and type(loader.batch_sampler) in (BatchSampler, type(None))
-        and loader.batch_sampler is not None
-    )
+    return _has_plain_batches(loader) and type(loader.sampler) is SequentialSampler
+
+
+def ids_in_order(loader: Any) -> Tensor | None:
+    """Sample ids in the order in which this process gets them from a validation loader.
+
+    Args:
+        loader: The loader.
+
+    Returns:
+        Ids, int64, or ``None`` where the order is not known. A ``DistributedSampler`` repeats the first samples to give
+        every process the same number: their ids occur once more then, on another process.
+    """
+    if is_in_order(loader):
+        return sample_ids(loader.dataset)
+    if not _has_plain_batches(loader) or not _is_distributed_in_order(loader.sampler):
+        return None
+    sampler = loader.sampler
+    positions = sampler.rank + sampler.num_replicas * torch.arange(len(sampler))
+    return sample_ids(loader.dataset)[positions % len(sampler.dataset)]
 
 
 def differs_on_second_read(reader: SampleReader, num_samples: int = 4) -> bool:
@@ -240,6 +273,27 @@ def stratified_indices(labels: Tensor | None, num_samples: int, size: int, seed:
         place = torch.cat([(torch.arange(int(count)) + 0.5) / count for count in counts])
         order = order[by_class][place.argsort(stable=True)]
     return order[:size].sort().values
+
+
+def _has_plain_batches(loader: Any) -> bool:
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+    )
+
+
+def _is_distributed_in_order(sampler: Any) -> bool:
+    """Whether a sampler gives every n-th sample in order: torch's own, and what Lightning makes of it."""
+    if not isinstance(sampler, DistributedSampler) or sampler.shuffle:
+        return False
+    if type(sampler) is DistributedSampler:
+        return True
+    # Lightning's wrappers number the samples of another sampler. They are known by their package: this floor does not
+    # import it.
+    inner = getattr(sampler.dataset, "_sampler", None)
+    is_known = type(sampler).__module__.partition(".")[0] in {"lightning", "lightning_fabric", "pytorch_lightning"}
+    return is_known and type(inner) in (SequentialSampler, type(None))
 
 
 def _ids_and_span(dataset: Any) -> tuple[Tensor, int]:

@@ -1,5 +1,6 @@
 """Which misclassified validation samples are kept, whatever the order in which they come."""
 
+import pickle
 from collections import Counter
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.errors import NonFiniteError
-from lightning_gradsim.queries import QUERY_POLICIES, ErrorCounts, QuerySelection
+from lightning_gradsim.queries import QUERY_POLICIES, QuerySelection, merge_selections
 from lightning_gradsim.tasks import Task
 
 CLASSES, NUM_SAMPLES = 4, 60
@@ -195,14 +196,6 @@ def test_counts_of_other_tasks(criterion, outputs):
         assert [query.loss for query in selection.queries] == pytest.approx(expected.tolist())
 
 
-def test_error_counts_add_up_over_updates():
-    counts = ErrorCounts(3)
-    counts.update(torch.tensor([0, 2, 2]), torch.tensor([True, True, False]))
-    counts.update(torch.tensor([2]), torch.tensor([True]))
-    counts.update(torch.empty(0).long(), torch.empty(0).bool())
-    assert counts.compute() == ({0: 1, 2: 2}, 4)
-
-
 def test_ignored_samples_are_no_queries():
     data = samples()
     data[1][::2] = -100
@@ -228,3 +221,103 @@ def test_losses_that_are_not_finite_are_named(value, with_ids, words):
     with pytest.raises(NonFiniteError, match=rf"2 samples of loader 1 \({words}\)\. Nothing is scored") as caught:
         select((logits, labels), order=order, batch_size=NUM_SAMPLES, with_ids=with_ids, loader=1)
     assert "Check the loss in eval mode" in str(caught.value)
+
+
+CRITERIA = {
+    "classification": None,
+    "binary": nn.BCEWithLogitsLoss(),
+    "multilabel": nn.BCEWithLogitsLoss(),
+    "regression": nn.MSELoss(),
+}
+
+
+def samples_of(task):
+    logits, labels = samples(ties=True)
+    if task == "classification":
+        return logits, labels
+    outputs = 1 if task == "binary" else CLASSES
+    return logits[:, :outputs], torch.randint(2, (NUM_SAMPLES, outputs)).float()
+
+
+def select_shares(data, shares, *, with_ids=True, criterion=None, loader=0, loaders=1, **settings):
+    """The merged selection of processes that meet some of the samples each, in batches of three."""
+    adapter, selections = Adapter(), []
+    adapter.bind(Logits(), criterion)
+    for rank, share in enumerate(shares):
+        selection = QuerySelection(rank=rank, world_size=len(shares), **settings)
+        for loader in range(loaders):
+            for rows in torch.tensor(share, dtype=torch.long).split(3):
+                if len(rows):
+                    batch = tuple(part[rows] for part in data)
+                    selection.update(adapter, batch, adapter.step(Logits(), batch), rows if with_ids else None, loader)
+        selections.append(pickle.loads(pickle.dumps(selection)))
+    return merge_selections(selections), merge_selections(selections[::-1])
+
+
+def told(selection):
+    queries = [(q.dataloader_idx, q.sample_id, q.label, q.loss, q.data[0].tolist()) for q in selection.queries]
+    return queries, selection.error_counts(), selection.task
+
+
+@every_policy
+@pytest.mark.parametrize("task", CRITERIA)
+@pytest.mark.parametrize("num_queries", [1, 10, 100])
+def test_several_processes_choose_as_one_does(policy, task, num_queries):
+    data = samples_of(task)
+    settings = {"num_queries": num_queries, "policy": policy, "criterion": CRITERIA[task]}
+    one, _ = select_shares(data, [range(NUM_SAMPLES)], **settings)
+    assert len(one.queries) == min(num_queries, one.error_counts()[1])
+    every_third = [range(rank, NUM_SAMPLES, 3) for rank in range(3)]
+    uneven = [range(41), [], range(41, NUM_SAMPLES)]
+    repeating = [range(50), range(40, NUM_SAMPLES), [0, 1, 2]]
+    for shares in (every_third, uneven, repeating):
+        for merged in select_shares(data, shares, **settings):
+            assert told(merged) == told(one)
+
+
+@every_policy
+def test_several_processes_and_loaders(policy):
+    data, settings = samples(), {"num_queries": 20, "policy": policy, "loaders": 2}
+    one, _ = select_shares(data, [range(NUM_SAMPLES)], **settings)
+    for merged in select_shares(data, [range(rank, NUM_SAMPLES, 2) for rank in range(2)], **settings):
+        assert told(merged) == told(one)
+    assert {query.dataloader_idx for query in one.queries} == {0, 1}
+
+
+def test_a_process_without_mistakes():
+    logits, labels = samples()
+    labels[::2] = logits[::2].argmax(1)
+    one, _ = select_shares((logits, labels), [range(NUM_SAMPLES)], num_queries=10)
+    for merged in select_shares((logits, labels), [range(rank, NUM_SAMPLES, 2) for rank in range(2)], num_queries=10):
+        assert told(merged) == told(one)
+
+
+def test_a_sample_that_only_one_process_gets_wrong_is_counted():
+    """Weights that differ between processes, such as statistics of a BatchNorm, may differ in what they predict."""
+    logits, labels = torch.eye(3), torch.tensor([0, 1, 1])
+    right, wrong = QuerySelection(5, rank=0, world_size=2), QuerySelection(5, rank=1, world_size=2)
+    for selection, targets in ((right, torch.arange(3)), (wrong, labels)):
+        adapter, batch = Adapter(), (logits, targets)
+        selection.update(adapter, batch, adapter.step(Logits(), batch), torch.arange(3), 0)
+    for merged in (merge_selections([right, wrong]), merge_selections([wrong, right])):
+        assert (ids(merged), merged.error_counts()) == ([2], ({1: 1}, 1, 3))
+
+
+def test_processes_that_have_seen_nothing():
+    for merged in select_shares(samples(), [[], []], num_queries=3):
+        assert (merged.queries, merged.error_counts(), merged.task) == ((), ({}, 0, 0), None)
+
+
+@every_policy
+def test_without_ids_samples_of_all_processes_count(policy):
+    """None is taken for another one, and the choice is among all of them."""
+    data, shares = samples(), [range(rank, NUM_SAMPLES, 3) for rank in range(3)]
+    one = select(data, num_queries=1000, with_ids=False)
+    everything, _ = select_shares(data, shares, with_ids=False, num_queries=1000, policy=policy)
+    assert everything.error_counts() == one.error_counts()
+    assert len(everything.queries) == len(one.queries) == len({query.ordinal for query in everything.queries})
+    some = select_shares(data, shares, with_ids=False, num_queries=7, policy=policy)
+    if policy == "random":  # the first of the whole order
+        expected = sorted(query.ordinal for query in everything.queries[:7])
+        assert [sorted(query.ordinal for query in merged.queries) for merged in some] == [expected] * 2
+    assert told(some[0]) == told(some[1])

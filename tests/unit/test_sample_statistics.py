@@ -5,7 +5,7 @@ import torch
 
 from lightning_gradsim import sample_statistics
 from lightning_gradsim.errors import NonFiniteError
-from lightning_gradsim.sample_statistics import SampleStatistics, labels_of
+from lightning_gradsim.sample_statistics import SampleStatistics, labels_of, merge_suspects
 from lightning_gradsim.tasks import Task, read_outcome
 
 NUM_SAMPLES = 30
@@ -106,7 +106,7 @@ def test_samples_that_are_not_finite_are_named(value, column):
     samples[column][[3, 17]] = value
     named = sorted(samples[0][[3, 17]].tolist())
     with pytest.raises(NonFiniteError, match=rf"not finite \(sample ids \[{named[0]}, {named[1]}\]\)") as caught:
-        gather(samples)
+        merge_suspects([gather(samples)])
     assert "Check the loss of these samples in eval mode" in str(caught.value)
 
 
@@ -114,7 +114,57 @@ def test_long_lists_of_samples_are_cut():
     samples = make()
     samples[2][:] = torch.nan
     with pytest.raises(NonFiniteError, match=r"\] and 20 more\)"):
-        gather(samples)
+        merge_suspects([gather(samples)])
+
+
+def rows_of(samples, rows):
+    return tuple(part[rows] for part in samples)
+
+
+def gather_some(samples, rows, task):
+    statistics = SampleStatistics()
+    ids, norms, losses, logits, targets = rows_of(samples, torch.tensor(rows))
+    has_classes = task is not Task.REGRESSION
+    statistics.update(ids, norms, losses, read_outcome(task, logits, targets), has_classes=has_classes)
+    return statistics.compute()
+
+
+@pytest.mark.parametrize("task", list(Task))
+@pytest.mark.parametrize("shared", [0, 5])
+def test_merged_tables_equal_one(task, shared):
+    """Also where several of them hold a sample."""
+    samples = make(task)
+    whole = gather(samples, task=task)
+    parts = [gather_some(samples, range(11 + shared), task), gather_some(samples, range(11, NUM_SAMPLES), task)]
+    for tables in (parts, parts[::-1], [parts[0], SampleStatistics().compute(), parts[1]], [whole]):
+        merged = merge_suspects(tables)
+        for name in ("sample_ids", "scores", "labels", "suggested_labels", "probabilities", "flagged"):
+            ours, theirs = getattr(merged, name), getattr(whole, name)
+            assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+def test_of_a_repeated_sample_the_largest_score_counts():
+    samples = make()
+    table = gather(samples)
+    larger = gather([samples[0], 2 * samples[1], *samples[2:]])
+    for tables in ([table, larger], [larger, table]):
+        assert torch.equal(merge_suspects(tables).scores, larger.scores)
+
+
+def test_no_tables():
+    assert len(merge_suspects([])) == len(merge_suspects([SampleStatistics().compute()] * 2)) == 0
+
+
+def test_samples_that_are_not_finite_are_named_over_all_tables():
+    samples = make()
+    samples[1][[3, 17]] = torch.nan
+    named = sorted(samples[0][[3, 17]].tolist())
+    parts = [
+        gather_some(samples, range(10), Task.CLASSIFICATION),
+        gather_some(samples, range(8, 30), Task.CLASSIFICATION),
+    ]
+    with pytest.raises(NonFiniteError, match=rf"not finite \(sample ids \[{named[0]}, {named[1]}\]\)"):
+        merge_suspects(parts)
 
 
 def test_labels_of_single_samples():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gradsim import topk
-from lightning_gradsim.topk import TopK
+from lightning_gradsim.topk import TopK, merge_largest
 
 
 def sorted_all(scores, ids, k):
@@ -90,3 +90,30 @@ def test_keeps_no_more_than_it_needs():
         top.update(torch.randn(2, len(ids)), ids)
         assert sum(len(part) for _, part in top._waiting) < topk.MERGE_COLUMNS
     assert top.compute()[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize("k", [1, 3, 8, 60])
+@pytest.mark.parametrize("values", [1, 3, 10**6], ids=["all tied", "many ties", "no ties"])
+@pytest.mark.parametrize("shared", [0, 12])
+def test_merged_streams_equal_one(k, values, shared):
+    """Also where several of them hold a sample."""
+    total = 50
+    scores = torch.randint(values, (4, total)).double() - values / 2
+    ids = torch.randperm(1000)[:total]
+    expected = sorted_all(scores, ids, k)
+    parts = []
+    for columns in (range(20 + shared), range(20, 21), range(21, total)):
+        top = TopK(k)
+        top.update(scores[:, columns], ids[columns])
+        parts.append(top.compute())
+    for ordered in (parts, parts[::-1]):
+        merged_scores, merged_ids = merge_largest(ordered, k)
+        assert (merged_scores[:, :total].tolist(), merged_ids[:, :total].tolist()) == expected
+        assert torch.equal(merged_scores[:, total:], torch.full_like(merged_scores[:, total:], -torch.inf))
+
+
+def test_of_a_repeated_id_the_largest_score_counts():
+    parts = [(torch.tensor([[3.0, 1.0]]), torch.tensor([[7, 8]])), (torch.tensor([[2.0]]), torch.tensor([[8]]))]
+    for ordered in (parts, parts[::-1]):
+        scores, ids = merge_largest(ordered, 2)
+        assert (scores.tolist(), ids.tolist()) == ([[3.0, 2.0]], [[7, 8]])

@@ -5,13 +5,20 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import (
+    UnrepeatedDistributedSampler,
+    UnrepeatedDistributedSamplerWrapper,
+)
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -20,6 +27,7 @@ from torch.utils.data import (
 from lightning_gradsim.errors import TrainingDataError
 from lightning_gradsim.train_pass import (
     differs_on_second_read,
+    ids_in_order,
     is_in_order,
     known_labels,
     make_reader,
@@ -231,6 +239,37 @@ def test_choice_of_samples_keeps_ids():
     assert len(reader) == 2
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("number", [1, 2, 3, 10, 64, 100, 1000])
+@pytest.mark.parametrize("batch_size", [1, 16, 1000])
+def test_every_sample_is_in_one_share(world_size, number, batch_size):
+    reader = make_reader(TensorDataset(torch.arange(number)), batch_size=batch_size)
+    shares = [reader.share(rank, world_size) for rank in range(world_size)]
+    found = [torch.cat([ids for ids, _ in share.batches()] or [torch.empty(0).long()]) for share in shares]
+    assert [len(share) for share in shares] == [len(ids) for ids in found]
+    assert torch.cat(found).sort().values.tolist() == list(range(number))
+    assert all(torch.equal(ids, ids.sort().values) for ids in found)
+    # Even but for one run of neighbours, or what is left after equal runs.
+    assert max(map(len, found)) - min(map(len, found)) <= max(batch_size, 4 * world_size - 1) if number > 1 else 1
+
+
+def test_large_shares_read_whole_batches():
+    reader = make_reader(TensorDataset(torch.arange(100)), batch_size=5)
+    batches = [ids.tolist() for ids, _ in reader.share(1, 2).batches()]
+    assert batches == [list(range(start, start + 5)) for start in range(5, 100, 10)]
+
+
+def test_a_share_of_chosen_samples():
+    reader = make_reader(Subset(BASE, [7, 2, 5, 9])).choose(torch.tensor([3, 0, 1]))
+    assert [read(reader.share(rank, 3))[0] for rank in range(3)] == [[9], [7], [2]]
+
+
+def test_an_empty_share_reads_nothing():
+    dataset = Counting(number=2)
+    reader = make_reader(dataset).share(2, 3)
+    assert (len(reader), list(reader.batches()), dataset.reads) == (0, [], 0)
+
+
 @pytest.mark.parametrize("size", [1, 3, 10, 50, 99, 100])
 @pytest.mark.parametrize("shares", [[50, 30, 20], [97, 2, 1], [100], [34, 33, 33]])
 def test_stratified_choice_keeps_the_shares(size, shares):
@@ -299,6 +338,57 @@ def test_labels_that_the_dataset_holds(dataset, labels):
 )
 def test_loaders_in_the_order_of_the_dataset(loader, expected):
     assert is_in_order(loader) == expected
+    found = ids_in_order(loader)
+    assert found.tolist() == list(range(10)) if expected else found is None
+
+
+SAMPLERS = {
+    "torch": lambda data, **options: DistributedSampler(data, shuffle=False, **options),
+    "dropping": lambda data, **options: DistributedSampler(data, shuffle=False, drop_last=True, **options),
+    "unrepeated": lambda data, **options: UnrepeatedDistributedSampler(data, shuffle=False, **options),
+    "wrapped": lambda data, **options: DistributedSamplerWrapper(SequentialSampler(data), shuffle=False, **options),
+    "unrepeated, wrapped": lambda data, **options: UnrepeatedDistributedSamplerWrapper(
+        SequentialSampler(data), shuffle=False, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("make_sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("number", [2, 3, 9, 10])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ids_under_a_distributed_sampler(make_sampler, number, world_size):
+    """They are those of the samples that the loader gives, repeated ones included."""
+    dataset = Subset(BASE, list(range(10))[::-1][:number])
+    for rank in range(min(world_size, number)):
+        loader = DataLoader(dataset, 2, sampler=make_sampler(dataset, num_replicas=world_size, rank=rank))
+        given = torch.cat([x for x, _ in loader] or [torch.empty(0)]).flatten()
+        assert ids_in_order(loader).tolist() == given.tolist()
+
+
+class Backwards(DistributedSampler):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        DistributedSampler(BASE, 2, 0),
+        Backwards(BASE, 2, 0, shuffle=False),
+        DistributedSamplerWrapper(RandomSampler(BASE), num_replicas=2, rank=0, shuffle=False),
+    ],
+    ids=["shuffled", "their own", "wrapped random"],
+)
+def test_order_of_other_distributed_samplers_is_not_known(sampler):
+    assert ids_in_order(DataLoader(BASE, 2, sampler=sampler)) is None
+
+
+def test_ids_under_a_distributed_batch_sampler_of_their_own():
+    class Own(BatchSampler):
+        pass
+
+    sampler = DistributedSampler(BASE, 2, 0, shuffle=False)
+    assert ids_in_order(DataLoader(BASE, batch_sampler=Own(sampler, 2, False))) is None
 
 
 @pytest.mark.parametrize(
