@@ -79,10 +79,10 @@ class RecordingSampler:
 
     def _note(self, iterator: Iterator[Any]) -> Iterator[Any]:
         drawn: DrawnIndices = self._drawn
-        indices = drawn.begin()
+        append = drawn.begin().append
         for index in iterator:
             try:
-                indices.append(operator.index(index))
+                append(index)
             except (TypeError, OverflowError):
                 drawn.refused = drawn.refused or repr(index)
             yield index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,9 +39,10 @@ class SampleIdRecorder:
         self._drawn = DrawnIndices()
         self._batch_samplers: weakref.WeakSet[BatchSampler] = weakref.WeakSet()
         self._strategy: Any = None
-        self._indices: Sequence[int] = ()
+        self._indices = array("q")
         self._first_batch_idx = 0
-        self._dataset: Any = None
+        self._problem: str | None = None
+        self._loader: Any = None
         self._ids = torch.empty(0, dtype=torch.long)
 
     def attach(self, trainer: Trainer) -> None:
@@ -66,7 +68,7 @@ class SampleIdRecorder:
         for batch_sampler in list(self._batch_samplers):
             uninstall(batch_sampler, self._drawn)
         self._batch_samplers.clear()
-        self._drawn, self._indices, self._dataset = DrawnIndices(), (), None
+        self._drawn, self._indices, self._loader = DrawnIndices(), array("q"), None
         self._ids = torch.empty(0, dtype=torch.long)
 
     def find_ids(self, loaders: Sequence[Any], batch: Any, batch_idx: int, num_samples: int) -> Tensor | None:
@@ -86,24 +88,32 @@ class SampleIdRecorder:
         """
         if self._id_key is not None:
             return self._carried_ids(batch, num_samples)
-        self.reason = self._find_problem(loaders)
+        if len(loaders) != 1 or loaders[0] is not self._loader:
+            self._begin(loaders)
+        self.reason = self._problem
+        if self.reason is None and self._drawn.refused is not None:
+            self.reason = f"the sampler draws {self._drawn.refused}, which is no index. {WAY_OUT}"
         if self.reason is not None:
             return None
-        loader = loaders[0]
         if self._indices is not self._drawn.indices:
             # A run that is resumed within an epoch counts on, but its loader begins anew.
             self._indices, self._first_batch_idx = self._drawn.indices, batch_idx
-        start = (batch_idx - self._first_batch_idx) * loader.batch_sampler.batch_size
-        positions = self._indices[start : start + loader.batch_sampler.batch_size]
+        batch_size = loaders[0].batch_sampler.batch_size
+        start = (batch_idx - self._first_batch_idx) * batch_size
+        positions = self._indices[start : start + batch_size]
         if len(positions) != num_samples:
             self.reason = (
                 f"a batch holds {num_samples} samples where the sampler has drawn {len(positions)}: they are dropped, "
                 f"added or joined on their way. {WAY_OUT}"
             )
             return None
-        if self._dataset is not loader.dataset:
-            self._ids, self._dataset = sample_ids(loader.dataset), loader.dataset
-        return self._ids[torch.tensor(positions, dtype=torch.long)]
+        return self._ids[torch.frombuffer(positions, dtype=torch.long)] if positions else self._ids[:0]
+
+    def _begin(self, loaders: Sequence[Any]) -> None:
+        self._problem = self._find_problem(loaders)
+        self._loader = None
+        if self._problem is None and self._drawn.refused is None:
+            self._loader, self._ids = loaders[0], sample_ids(loaders[0].dataset)
 
     def _watch(self, loader: Any) -> None:
         if isinstance(loader, DataLoader) and _problem_of(loader) is None:
@@ -117,8 +127,6 @@ class SampleIdRecorder:
         problem = _problem_of(loaders[0])
         if problem is None and loaders[0].batch_sampler not in self._batch_samplers:
             return f"the training loader was made before the callback could watch its sampler. {WAY_OUT}"
-        if problem is None and self._drawn.refused is not None:
-            return f"the sampler draws {self._drawn.refused}, which is no index. {WAY_OUT}"
         return problem
 
     def _carried_ids(self, batch: Any, num_samples: int) -> Tensor:

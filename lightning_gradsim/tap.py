@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gradsim.adapter import Adapter, Step
+from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.errors import BatchFormatError, LossError
 from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.head_gradients import output_grads
 from lightning_gradsim.head_search import HeadSearch, Seen, has_row_a_sample, take_copies
 from lightning_gradsim.tapped_samples import TappedBlock
 
-MAX_WAITING_STEPS = 32
+MAX_WAITING_STEPS = 128
 """Steps whose outputs are looked at together: calls for a few dozen samples cost more than what they compute."""
 MAX_WAITING_ELEMENTS = 2**20
 """Elements of features and logits that wait for it at most."""
@@ -199,41 +199,45 @@ class Tap:
 
     def _hand_on(self, visits: Sequence[_Visit]) -> None:
         logits, targets = torch.cat([v.logits for v in visits]), torch.cat([v.targets for v in visits])
+        sizes = torch.tensor([len(visit.ids) for visit in visits])
+        visit_of = torch.arange(len(visits)).repeat_interleave(sizes)
         try:
-            step = self._adapter.step_from_logits(logits, targets)
+            own = self._trained_on_own_labels(visits, logits, targets, visit_of)[visit_of]
         except LossError as error:
             self._close(str(error))
             return
-        sizes = [len(visit.ids) for visit in visits]
-        is_own = self._trained_on_own_labels(visits, step, sizes).cpu()
-        own = is_own.repeat_interleave(torch.tensor(sizes))
         features = torch.cat([visit.features for visit in visits]).cpu()
         logits, targets = logits.cpu(), targets.cpu()
         finite = features.isfinite().all(1) & logits.half().isfinite().all(1)
         hard = _are_hard(targets) if targets.shape == logits.shape and targets.ndim == 2 else torch.ones_like(finite)
-        for reason, rows in ((SOFT, ~hard), (MIXED, hard & ~own), (NOT_FINITE, hard & own & ~finite)):
-            number = int(rows.sum())
-            if number:
-                self.left_out[reason] += number
         rows = hard & own & finite
         number = int(rows.sum())
         self.num_tapped += number
+        if number < len(rows):
+            for reason, others in ((SOFT, ~hard), (MIXED, hard & ~own), (NOT_FINITE, hard & own & ~finite)):
+                self.left_out += Counter({reason: int(others.sum())})
+        self._num_useless = 0 if number else self._num_useless + len(visits)
+        if self._num_useless >= MAX_USELESS:
+            self._close(max((SOFT, MIXED, NOT_FINITE), key=lambda reason: self.left_out[reason]))
         if not number:
-            self._num_useless += len(visits)
-            if self._num_useless >= MAX_USELESS:
-                self._close(max((SOFT, MIXED, NOT_FINITE), key=lambda reason: self.left_out[reason]))
             return
-        self._num_useless = 0
-        steps = torch.tensor([visit.step for visit in visits]).repeat_interleave(torch.tensor(sizes))
+        steps = torch.tensor([visit.step for visit in visits])[visit_of]
         block = TappedBlock(torch.cat([visit.ids for visit in visits]), features, logits, targets, steps)
         self._consume(block if number == len(rows) else block.rows(rows))
 
-    def _trained_on_own_labels(self, visits: Sequence[_Visit], step: Step, sizes: Sequence[int]) -> Tensor:
-        """Which visits, bool ``[visits]``."""
-        ours = output_grads(self._adapter, step.logits, step.targets).split(list(sizes))
-        cosines = torch.stack([_cosine(part, visit.grads) for part, visit in zip(ours, visits, strict=True)])
-        is_own = cosines > MIN_COSINE
-        for index in cosines.isnan().nonzero().flatten().tolist():
+    def _trained_on_own_labels(
+        self, visits: Sequence[_Visit], logits: Tensor, targets: Tensor, visit_of: Tensor
+    ) -> Tensor:
+        """Which visits, bool ``[visits]`` on the CPU."""
+        ours = output_grads(self._adapter, logits, targets)
+        missing = logits.new_zeros(1, logits.shape[1])
+        theirs = torch.cat([v.grads[0] if v.grads else missing.expand(len(v.ids), -1) for v in visits])
+        products = torch.stack([(ours * theirs).sum(1), ours.square().sum(1), theirs.square().sum(1)], dim=1).cpu()
+        dots, squares, other_squares = products.new_zeros(len(visits), 3).index_add_(0, visit_of, products).T
+        # Not a number where there is no gradient, or one that vanishes or overflows.
+        cosines = dots * (squares * other_squares).rsqrt()
+        is_own: Tensor = cosines > MIN_COSINE
+        for index in (~cosines.isfinite()).nonzero().flatten().tolist():
             visit = visits[index]
             self.is_unchecked |= visit.loss is None
             is_own[index] = visit.loss is None or self._explains(visit.logits, visit.targets, visit.loss)
@@ -252,14 +256,6 @@ class _HeadHook:
     def __reduce__(self) -> tuple[Any, ...]:
         # A callable that takes whatever a hook takes, and returns `None`.
         return getattr, (nullcontext(), "__exit__")
-
-
-def _cosine(ours: Tensor, theirs: Sequence[Tensor]) -> Tensor:
-    """Cosine of two gradients; NaN where there is none, or one that vanishes or overflows."""
-    if not theirs:
-        return ours.new_full((), torch.nan)
-    dot, squares = (ours * theirs[0]).sum(), ours.square().sum() * theirs[0].square().sum()
-    return dot * squares.rsqrt()
 
 
 def _agree(ours: Tensor, theirs: Tensor) -> Tensor:
