@@ -29,8 +29,8 @@ from tests.noninterference.cases import Case
 OWN_PREFIX = "gradsim/"
 """What the callback under test logs under its own name is no interference."""
 
-OWN_WATCH = "LossCheck._keep_output"
-"""The one hook of the callback that may be there at the start of a training step: it goes at the end of that step."""
+OWN_WATCHES = ("LossCheck._keep_output", "HeadSearch.see", "_HeadHook")
+"""Hooks of the callback that may be there at the start of a training step: they go at the end of that step."""
 
 SEED = 20
 _MODULE_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
@@ -146,8 +146,9 @@ class Observer(Callback):
             self.after_validation = False
             point = f"batch after validation {self.validations}"
             self._record_state(point, trainer, pl_module)
-            hooks = self.record.points[point]["hooks", "torch.nn _global_forward_hooks"]
-            hooks[:] = [name for name in hooks if name != OWN_WATCH]
+            for (kind, _), hooks in self.record.points[point].items():
+                if kind == "hooks":
+                    hooks[:] = [name for name in hooks if name not in OWN_WATCHES]
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
