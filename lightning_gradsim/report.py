@@ -18,7 +18,19 @@ Label = int | float | tuple[int, ...]
 """A class index; a number in regression; the indices of the active labels in multi-label tasks."""
 
 REPORT_VERSION = 1
-SUSPECT_COLUMNS = ("rank", "sample_id", "label", "suggested_label", "probability", "score", "flagged")
+SUSPECT_PARTS = ("log_margin", "knn")
+"""Scores that stand beside the one that ranks, where they are known."""
+SUSPECT_COLUMNS = (
+    "rank",
+    "sample_id",
+    "label",
+    "suggested_label",
+    "probability",
+    "score",
+    "flagged",
+    *SUSPECT_PARTS,
+    "visits",
+)
 INFLUENCE_COLUMNS = (
     "query",
     "dataloader_idx",
@@ -94,6 +106,8 @@ class Suspect:
         probability: Probability of the suggested label, in [0, 1]; ``None`` where there are no classes.
         score: Mislabel score, higher is more suspect.
         flagged: Whether the model's prediction differs from the given label.
+        parts: Other scores of it, by name.
+        visits: In how many training steps it was seen; ``None`` where training steps were not watched.
     """
 
     sample_id: int
@@ -102,11 +116,13 @@ class Suspect:
     probability: float | None
     score: float
     flagged: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
+    visits: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class SuspectTable(Sequence[Suspect]):
-    """Every scored training sample, the most suspect first; a sequence of ``Suspect`` built on access.
+    """Training samples, the most suspect first; a sequence of ``Suspect`` built on access.
 
     Attributes:
         sample_ids: Indices into the training dataset, int64 ``[N]``, by falling score, ties by the smaller id.
@@ -115,6 +131,9 @@ class SuspectTable(Sequence[Suspect]):
         suggested_labels: Most probable other class, int32 ``[N]``, or ``None``.
         probabilities: Probability of the suggested label, ``[N]``, or ``None``.
         flagged: Whether the prediction differs from the label, bool ``[N]``.
+        score_name: What the score is: ``self_influence`` of one pass, or a score of all training steps.
+        parts: Other scores, by name, float32 ``[N]``.
+        visits: In how many training steps each was seen, int64 ``[N]``, or ``None``.
     """
 
     sample_ids: Tensor
@@ -123,6 +142,9 @@ class SuspectTable(Sequence[Suspect]):
     suggested_labels: Tensor | None
     probabilities: Tensor | None
     flagged: Tensor
+    score_name: str = "self_influence"
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    visits: Tensor | None = None
 
     def __len__(self) -> int:
         """Number of scored training samples."""
@@ -155,6 +177,8 @@ class SuspectTable(Sequence[Suspect]):
             probability=None if self.probabilities is None else float(self.probabilities[index]),
             score=float(self.scores[index]),
             flagged=bool(self.flagged[index]),
+            parts={name: float(values[index]) for name, values in self.parts.items()},
+            visits=None if self.visits is None else int(self.visits[index]),
         )
 
     def to_rows(self, limit: int | None = None) -> list[dict[str, Any]]:
@@ -171,6 +195,8 @@ class SuspectTable(Sequence[Suspect]):
             none if self.probabilities is None else self.probabilities[:number].tolist(),
             self.scores[:number].tolist(),
             self.flagged[:number].tolist(),
+            *(self.parts[name][:number].tolist() if name in self.parts else none for name in SUSPECT_PARTS),
+            none if self.visits is None else self.visits[:number].tolist(),
         )
         return [dict(zip(SUSPECT_COLUMNS, row, strict=True)) for row in zip(*columns, strict=True)]
 
