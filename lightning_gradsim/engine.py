@@ -56,6 +56,7 @@ class PassResult:
         num_samples: Training samples scored.
         plan: How it was computed; ``None`` without training samples.
         ran_short: Whether memory did not suffice for what was planned, so that smaller pieces were taken.
+        needed_bytes: What a pass takes at least where that is more than the budget, else ``None``.
     """
 
     layers: tuple[str, ...]
@@ -65,6 +66,7 @@ class PassResult:
     num_samples: int
     plan: Plan | None
     ran_short: bool
+    needed_bytes: int | None = None
 
 
 def run_pass(
@@ -110,4 +112,6 @@ def run_pass(
     reports = {} if queries is None else dict(query_reports(queries, scorer.top, suspects, settings.top_k))
     has_teachers = queries is not None and queries.has_teachers
     ran_short = scorer.ran_short or runner.portions.was_halved
-    return PassResult(tuple(names), reports, suspects, has_teachers, len(suspects), plan, ran_short)
+    return PassResult(
+        tuple(names), reports, suspects, has_teachers, len(suspects), plan, ran_short, runner.needed_bytes
+    )

@@ -68,6 +68,7 @@ class Reference:
         augmented: Whether reading a sample twice gives two different samples.
         class_names: The ``classes`` of the dataset, if it has any.
         notes: What limits a report against them.
+        length: Length of the dataset when it was looked at.
     """
 
     reader: SampleReader
@@ -75,6 +76,15 @@ class Reference:
     augmented: bool
     class_names: tuple[str, ...] | None
     notes: tuple[str, ...]
+    length: int
+
+    @property
+    def change(self) -> str | None:
+        """What has become of the length of the dataset since, in words; ``None`` where nothing has."""
+        now = _length(self.reader.dataset)
+        if now == self.length:
+            return None
+        return f"the training data have {now:,} samples now, and had {self.length:,} at the last report"
 
 
 def make_reference(
@@ -120,7 +130,8 @@ def make_reference(
         reader = reader.choose(stratified_indices(labels, total, max_train_samples, seed))
         how = "at random" if labels is None else "by class"
         words = f"{max_train_samples:,} of {total:,} training samples, chosen {how}"
-    return Reference(reader, words, augmented, _class_names(reader.dataset), tuple(notes))
+    length = _length(reader.dataset)
+    return Reference(reader, words, augmented, _class_names(reader.dataset), tuple(notes), length)
 
 
 def compute_report(
@@ -163,6 +174,13 @@ def compute_report(
     notes = [*reference.notes, *_notes(selection, queries, has_teachers=result.has_teachers or not queries)]
     if result.ran_short:
         notes.append(RAN_SHORT)
+    if result.needed_bytes is not None:
+        notes.append(
+            f"`memory_budget={settings.memory_budget}` does not suffice for one sample at a time, which takes about "
+            f"{result.needed_bytes:,} bytes: the pass took as much"
+            if settings.memory_budget is not None
+            else f"one sample at a time takes about {result.needed_bytes:,} bytes, more than a quarter of what is free"
+        )
     report = Report(
         epoch=0,
         step=0,
@@ -241,6 +259,10 @@ def _read_labels(reader: SampleReader, adapter: Adapter) -> Tensor | None:
     except BatchFormatError:  # only the module's own `gradsim_step` reads these batches
         return None
     return labels if labels.ndim == 1 and not labels.is_floating_point() else None
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset)
 
 
 def _class_names(dataset: Any) -> tuple[str, ...] | None:

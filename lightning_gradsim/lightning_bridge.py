@@ -152,8 +152,9 @@ def batch_mover(trainer: Trainer, module: LightningModule) -> Callable[[Any], An
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise BatchFormatError(
                 f"The transfer hooks of `{type(hook_owner).__name__}` failed on a batch of `train_data=`, with "
-                f"{type(error).__name__}: {error}. Training gives them batches of several loaders. Let them return "
-                "batches of one loader, which are pairs or mappings of tensors, in the form that `forward` takes."
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Training gives them batches of several loaders. "
+                "Let them return batches of one loader, which are pairs or mappings of tensors, in the form that "
+                "`forward` takes."
             ) from error
 
     return move_from_one_loader if isinstance(trainer.train_dataloader, (Mapping, list, tuple)) else move

@@ -132,7 +132,7 @@ class TestLayers:
             (
                 "head.fcc",
                 LayerSelectionError,
-                r"`layers='head\.fcc'` matches no layer of `Classifier`.*available_layers",
+                r"`layers='head\.fcc'` matches no layer or parameter of `Classifier`.*available_layers",
             ),
             ("heed", LayerSelectionError, "Closest: `head`"),
             (["head", "boody.0"], LayerSelectionError, r"Closest: `body\.0`"),
