@@ -96,6 +96,22 @@ def check_folder_name(argument: str, value: object) -> None:
         raise ValueError(f"`{argument}={value!r}` cannot name a folder. Expected a non-empty string without slashes.")
 
 
+def check_names(argument: str, values: object) -> None:
+    """Refuse what is neither ``None`` nor a list of names.
+
+    Args:
+        argument: Name of the argument.
+        values: Its value.
+
+    Raises:
+        TypeError: If it is no list of strings.
+        ValueError: If it is empty.
+    """
+    check_type(argument, values, is_list_of(values, str), "a list of strings")
+    if isinstance(values, Sequence) and not values:
+        raise ValueError(f"`{argument}={values!r}` is empty. Expected one name a class, or None for the dataset's own.")
+
+
 def is_list_of(values: object, kinds: type) -> bool:
     """Whether this is ``None``, or several such values (an array, too) and not a string."""
     if values is None:
@@ -103,22 +119,43 @@ def is_list_of(values: object, kinds: type) -> bool:
     return isinstance(values, Iterable) and not isinstance(values, str) and all(isinstance(v, kinds) for v in values)
 
 
-def check_count(argument: str, value: object, *, optional: bool) -> None:
-    """Refuse what is not a whole number of at least 1.
+def check_count(argument: str, value: object, *, optional: bool, at_least: int = 1) -> None:
+    """Refuse what is not a whole number, or too small.
 
     Args:
         argument: Name of the argument.
         value: Its value.
         optional: Whether it may be ``None``.
+        at_least: The smallest that it may be.
 
     Raises:
         TypeError: If it is no whole number.
-        ValueError: If it is below 1.
+        ValueError: If it is too small.
     """
     if optional and value is None:
         return
+    expected = f"Expected a whole number of at least {at_least}."
     if isinstance(value, bool) or not isinstance(value, int):
-        kind = with_article(type(value).__name__)
-        raise TypeError(f"`{argument}={value!r}` is {kind}. Expected a whole number of at least 1.")
-    if value < 1:
-        raise ValueError(f"`{argument}={value}` is too small. Expected a whole number of at least 1.")
+        raise TypeError(f"`{argument}={value!r}` is {with_article(type(value).__name__)}. {expected}")
+    if value < at_least:
+        raise ValueError(f"`{argument}={value}` is too small. {expected}")
+
+
+def check_share(argument: str, value: object) -> None:
+    """Refuse what is neither ``None`` nor a number above 0.
+
+    Args:
+        argument: Name of the argument.
+        value: Its value.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is not above 0, or not finite.
+    """
+    if value is None:
+        return
+    expected = "Expected a share of the training time, such as 0.1, or None for no limit."
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{argument}={value!r}` is {with_article(type(value).__name__)}. {expected}")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"`{argument}={value}` is out of range. {expected}")

@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from pathlib import Path
+from traceback import format_exception
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import check_choice, check_count, check_normalisation, check_type, is_list_of
-from lightning_gradsim.batches import copy_batch
+from lightning_gradsim.arguments import (
+    check_choice,
+    check_count,
+    check_folder_name,
+    check_names,
+    check_normalisation,
+    check_seed,
+    check_share,
+    check_type,
+)
+from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.explanation import AUGMENTED, Reference, collect_pictures, compute_report, make_reference
+from lightning_gradsim.errors import ProcessError
+from lightning_gradsim.explanation import (
+    Reading,
+)
 from lightning_gradsim.failures import MAX_FAILURES, Failures
-from lightning_gradsim.guard import evaluating, is_compiled
+from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
-from lightning_gradsim.loss_check import UNCHECKED, LossCheck
+from lightning_gradsim.loss_check import LossCheck
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import plan
 from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection
+from lightning_gradsim.query_collector import QueryCollector
 from lightning_gradsim.report import Report
+from lightning_gradsim.reporter import Reporter, ReporterSettings
+from lightning_gradsim.schedule import Moment, Schedule
 from lightning_gradsim.scores import SIMILARITIES, Similarity
-from lightning_gradsim.sinks import save_png_atomically, write_report_files, write_tensorboard
-from lightning_gradsim.train_pass import is_in_order, make_reader, sample_ids
-from lightning_gradsim.views import mistake_panel
 
-STATE_VERSION = 1
+T = TypeVar("T")
+STATE_VERSION = 2
 logger = logging.getLogger(__name__)
 
 
@@ -55,7 +71,14 @@ class GradSimCallback(Callback):
         similarity: Similarity of harmful samples and teachers: ``"dot"``, ``"cosine"`` or ``"asymmetric"``.
         num_queries: How many misclassified validation samples are studied at most.
         top_k: Length of the lists of each query.
-        every_n_epochs: Look at the last validation of every n-th epoch.
+        every_n_epochs: Look at the last validation of every n-th epoch; by default of every epoch.
+        every_n_steps: Instead, look at each validation at least that many steps after the last one looked at.
+        warmup_epochs: Look at none in that many first epochs.
+        last_epoch_only: Instead, look at the last validation of the run only, early stopping included.
+        time_budget: Share of the training time that the callback may take; ``None`` for no limit. A pass then reads as
+            many training samples as fit, taking turns until all were read, and a validation for which too little is
+            left is passed over. The first and the last report may read for a second in any case.
+        final_pass: Whether the last report of a run is against all training samples, beyond the budget if need be.
         loss_fn: A criterion, or a function of (outputs, targets) that gives one loss a sample. By default the module's
             one criterion attribute, else cross-entropy for integer targets.
         adapter: Reads batches of an unusual form; by default pairs and mappings are read.
@@ -94,7 +117,12 @@ class GradSimCallback(Callback):
         similarity: Similarity = "dot",
         num_queries: int = 32,
         top_k: int = 8,
-        every_n_epochs: int = 1,
+        every_n_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        warmup_epochs: int = 0,
+        last_epoch_only: bool = False,
+        time_budget: float | None = 0.1,
+        final_pass: bool = False,
         loss_fn: nn.Module | LossFunction | None = None,
         adapter: Adapter | None = None,
         train_data: Any = None,
@@ -117,37 +145,41 @@ class GradSimCallback(Callback):
         for argument, value in {
             "num_queries": num_queries,
             "top_k": top_k,
-            "every_n_epochs": every_n_epochs,
             "max_train_samples": max_train_samples,
             "memory_budget": memory_budget,
         }.items():
             check_count(argument, value, optional=argument in ("max_train_samples", "memory_budget"))
-        check_type("name", name, isinstance(name, str), "a string")
-        check_type("seed", seed, isinstance(seed, int), "a whole number")
-        check_type("loss_fn", loss_fn, loss_fn is None or callable(loss_fn), "a criterion or a function")
-        check_type("class_names", class_names, is_list_of(class_names, str), "a list of strings")
-        if name in {"", ".", ".."} or "/" in name or "\\" in name:
-            raise ValueError(f"`name={name!r}` cannot name a folder. Expected a non-empty string without slashes.")
+        check_folder_name("name", name)
+        check_seed(seed)
+        is_loss = loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))
+        check_type("loss_fn", loss_fn, is_loss, "an instance of a criterion, or a function")
+        check_names("class_names", class_names)
         check_normalisation(mean, std)
-        if adapter is not None and not isinstance(adapter, Adapter):
-            raise TypeError(f"`adapter` is a {type(adapter).__name__}. Expected an instance of an `Adapter` subclass.")
-        self.settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget)
-        self.num_queries, self.every_n_epochs, self.query_policy = num_queries, every_n_epochs, query_policy
-        self.loss_fn, self.adapter, self.train_data = loss_fn, adapter or Adapter(), train_data
-        self.max_train_samples, self.seed = max_train_samples, seed
-        self.class_names, self.mean, self.std, self.show_teachers = class_names, mean, std, show_teachers
+        is_adapter = adapter is None or isinstance(adapter, Adapter)
+        check_type("adapter", adapter, is_adapter, "an instance of an `Adapter` subclass")
+        check_share("time_budget", time_budget)
+        for argument, flag in {"final_pass": final_pass, "show_teachers": show_teachers}.items():
+            check_type(argument, flag, isinstance(flag, bool), "True or False")
         self.name, self.on_error = name, on_error
+        self.num_queries, self.query_policy, self.seed = num_queries, query_policy, seed
+        self.loss_fn, self.adapter = loss_fn, adapter or Adapter()
+        self.time_budget, self.final_pass = time_budget, final_pass
+        self.settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget)
         self.report: Report | None = None
-        self._clock, self._loss_check = Clock(), LossCheck()
-        self._selection: QuerySelection | None = None
-        self._source: Any = None
-        self._reference: Reference | None = None
-        self._loaders: list[Any] = []
-        self._ids: dict[int, Tensor | None] = {}
-        self._num_seen: dict[int, int] = {}
-        self._batch_idx = -1
-        self._logged_plan = ""
+        self._schedule = Schedule(every_n_epochs, every_n_steps, warmup_epochs, last_epoch_only)
         self._failures = Failures(type(self).__name__)
+        contents = ReporterSettings(
+            self.settings, train_data, max_train_samples, seed, class_names, mean, std, show_teachers, name
+        )
+        self._reporter = Reporter(contents, self._failures.warn_once)
+        self._clock, self._loss_check = Clock(), LossCheck()
+        self._budget = TimeBudget(None, self._clock)
+        self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)
+        self._collector: QueryCollector | None = None
+        self._waiting: QueryCollector | None = None  # of the latest validation, in case it turns out to be the last
+        self._batch_idx = -1
+        self._num_read = self._last_step = self._num_passed_over = 0
+        self._stage = ""
 
     @staticmethod
     def available_layers(module: nn.Module) -> list[str]:
@@ -190,17 +222,33 @@ class GradSimCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values only."""
-        return {"version": STATE_VERSION, "seconds": self._clock.seconds, "failures": self._failures.in_a_row}
+        return {
+            "version": STATE_VERSION,
+            "seconds": self._clock.seconds,
+            "failures": self._failures.in_a_row,
+            "num_read": self._num_read,
+            "last_step": self._last_step,
+            "passed_over": self._num_passed_over,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what an earlier run saved; missing entries keep their values."""
+        version = state_dict.get("version", STATE_VERSION)
+        if version > STATE_VERSION:
+            self._failures.warn_once(
+                f"the checkpoint holds a state of version {version}, this release knows version {STATE_VERSION}: what "
+                "it does not know is left out. Resume with the release that wrote the checkpoint to keep all of it"
+            )
         self._clock.carry_over(float(state_dict.get("seconds", 0.0)))
         self._failures.in_a_row = int(state_dict.get("failures", 0)) % MAX_FAILURES  # one that has stopped tries again
+        self._num_read = int(state_dict.get("num_read", 0))
+        self._last_step = int(state_dict.get("last_step", 0))
+        self._num_passed_over = int(state_dict.get("passed_over", 0))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that are not supported; a callback that has stopped tries again in a new run."""
         bridge.check_strategy(trainer, type(self).__name__)
-        self._failures.in_a_row = 0
+        self._failures.in_a_row, self._failures.aloud = 0, trainer.is_global_zero
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what depends on the module."""
@@ -210,13 +258,14 @@ class GradSimCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what depends on the training data, before any time is spent on it."""
         self._clock.start_run()
-        self._set_source(trainer.train_dataloader)
+        self._budget = TimeBudget(self.time_budget, self._clock)
+        self._reporter.set_source(trainer.train_dataloader)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the place in the epoch; on the first steps, watch the outputs for the loss check."""
-        self._batch_idx = batch_idx
+        self._batch_idx, self._waiting = batch_idx, None
         if self._loss_check.is_open and not self._failures.are_too_many and self._may_watch(pl_module):
-            with self._protected(trainer, "the loss check"):
+            with self._checking_the_loss(trainer):
                 self._loss_check.begin_step(pl_module)
 
     def on_train_batch_end(
@@ -225,7 +274,7 @@ class GradSimCallback(Callback):
         """On the first steps, compare the loss with ours."""
         if not self._loss_check.is_watching:
             return
-        with self._protected(trainer, "the loss check"):
+        with self._checking_the_loss(trainer):
             returned = bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches)
             self._loss_check.end_step(self.adapter, batch, returned)
         self._loss_check.remove()
@@ -234,26 +283,24 @@ class GradSimCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to collect queries, if this validation is one to look at."""
-        self._selection = None
+        self._collector = self._waiting = None
         if not self._is_due(trainer):
             return
         if trainer.state.fn == "validate":
             self._check_module(pl_module)
         else:
-            self._set_source(trainer.train_dataloader)
-        if self._source is None:
-            self._set_source(None)
-        if self._source is None:
+            self._reporter.set_source(trainer.train_dataloader)
+        if not self._reporter.has_source:
+            self._reporter.set_source(None)
+        if not self._reporter.has_source:
             self._failures.warn_once(
                 "there is no training data to compare with in `trainer.validate`. Pass `train_data=`, or validate "
                 "after `fit` with the same callback"
             )
             return
         self._clock.start_validation()
-        self._loaders = bridge.flatten_loaders(trainer.val_dataloaders)
-        self._ids = {i: sample_ids(each.dataset) if is_in_order(each) else None for i, each in enumerate(self._loaders)}
-        self._num_seen = dict.fromkeys(self._ids, 0)
-        self._selection = QuerySelection(self.num_queries, self.query_policy, self.seed)
+        selection = QuerySelection(self.num_queries, self.query_policy, self.seed)
+        self._collector = QueryCollector(bridge.flatten_loaders(trainer.val_dataloaders), selection)
 
     def on_validation_batch_end(
         self,
@@ -265,47 +312,27 @@ class GradSimCallback(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Keep copies of misclassified samples."""
-        selection, self._selection = self._selection, None
-        if selection is None:
-            return
-        with self._protected(trainer, "the choice of queries"):
-            with evaluating(pl_module), bridge.silenced(pl_module), bridge.forward_context(trainer)():
-                batch = copy_batch(batch)  # in `trainer.validate` it is made of inference tensors
-                step = self.adapter.step(pl_module, batch)
-            start = self._num_seen[dataloader_idx]
-            self._num_seen[dataloader_idx] = start + len(step.losses)
-            ids = self._ids[dataloader_idx]
-            ids = None if ids is None else ids[start : start + len(step.losses)]
-            selection.update(self.adapter, batch, step, ids, dataloader_idx)
-            self._selection = selection
+        if self._collector is not None:
+            with self._isolated(trainer), bridge.silenced(pl_module):
+                self._collector.collect(self.adapter, pl_module, batch, dataloader_idx, bridge.forward_context(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Score, draw, write."""
-        selection, self._selection = self._selection, None
-        if selection is None:
+        collector, self._collector = self._collector, None
+        if collector is None:
             return
-        with self._protected(trainer, "the report"):
-            run = bridge.run_context(trainer, pl_module)
-            if self._reference is None:
-                trial = bridge.num_trial_batches(trainer)
-                self._reference = make_reference(self._source, self.adapter, self.max_train_samples, self.seed, trial)
-                if self._reference.augmented:
-                    self._failures.warn_once(AUGMENTED)
-            with bridge.silenced(pl_module):
-                report, kept = compute_report(pl_module, self.adapter, selection, self._reference, self.settings, run)
-            own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
-            self.report = report = replace(
-                report,
-                epoch=trainer.current_epoch,
-                step=trainer.global_step,
-                class_names=tuple(self.class_names) if self.class_names is not None else report.class_names,
-                notes=(*report.notes, *own_notes),
-                seconds=self._clock.validation_seconds,
-                time_share=self._clock.share,
-            )
-            self._log_plan(report)
-            self._publish(trainer, report, kept)
-            self._failures.in_a_row = 0
+        in_full = trainer.state.fn != "fit" or (self.final_pass and self._moment.ends_run)
+        if in_full or self._moment.ends_run or not self._schedule.last_epoch_only:
+            self._explain(trainer, pl_module, collector, in_full=in_full)
+        if not self._moment.ends_run and (self.final_pass or self._schedule.last_epoch_only):
+            self._waiting = collector
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The last validation, where only now it is known that it was the last (early stopping)."""
+        collector, self._waiting = self._waiting, None
+        if collector is not None:
+            self._clock.start_validation()
+            self._explain(trainer, pl_module, collector, in_full=self.final_pass)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
@@ -319,16 +346,25 @@ class GradSimCallback(Callback):
         if trainer.sanity_checking or self._failures.are_too_many:
             return False
         if trainer.state.fn != "fit":
+            self._moment = Moment(trainer.current_epoch, trainer.global_step, ends_epoch=True, ends_run=True)
             return True
-        is_epoch = (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        return is_epoch and bridge.is_last_validation_of_epoch(trainer, self._batch_idx)
+        self._moment = moment = bridge.moment_of(trainer, self._batch_idx)
+        is_last = moment.ends_run and (self.final_pass or self._schedule.last_epoch_only)
+        if is_last or not self._schedule.is_due(moment, moment.step - self._last_step):
+            return is_last
+        if moment.ends_run or self.final_pass or self._on_rank_zero(trainer, self._budget.allows_report):
+            return True
+        self._num_passed_over += 1
+        if self._num_passed_over == 1:
+            logger.info("`%s` passes over validations to keep within `time_budget=%s`", self.name, self.time_budget)
+        return False
 
     def _may_watch(self, module: LightningModule) -> bool:
         # A hook inside a compiled module would change what the compiler fuses, and with it the training.
         if is_compiled(module):
-            self._loss_check.gap = f"{UNCHECKED}: the module is compiled"
+            self._loss_check.give_up("the module is compiled")
         elif hasattr(module, "gradsim_step"):
-            self._loss_check.gap = f"{UNCHECKED}: the module has a `gradsim_step` of its own"
+            self._loss_check.give_up("the module has a `gradsim_step` of its own")
         else:
             return True
         return False
@@ -339,57 +375,118 @@ class GradSimCallback(Callback):
             bridge.check_forward(module, type(self).__name__)
         self.adapter.bind(module, self.loss_fn)
 
-    def _set_source(self, source: Any) -> None:
-        source = source if self.train_data is None else self.train_data
-        if source is not None and source is not self._source:
-            make_reader(source)  # raises now for data that could not be read after a whole epoch
-            self._source, self._reference = source, None
-
-    def _log_plan(self, report: Report) -> None:
-        """Once, and again where it is another one."""
-        steps = "" if report.plan is None else str([(layer.name, layer.step) for layer in report.plan.layers])
-        if steps != self._logged_plan:
-            self._logged_plan = steps
-            logger.info("the plan of `%s`:\n%s", self.name, report.plan)
-
-    def _publish(self, trainer: Trainer, report: Report, kept: Sequence[Query]) -> None:
-        assert self._reference is not None
-        used = {query.dataloader_idx for query in report.queries}
-        readers = {i: make_reader(self._loaders[i]) for i in used if self._ids[i] is not None}
-        query_images, train_images = collect_pictures(report, kept, self._reference, readers)
-        panel = mistake_panel(
-            report, query_images, train_images, show_teachers=self.show_teachers, mean=self.mean, std=self.std
-        )
+    def _explain(self, trainer: Trainer, module: LightningModule, collector: QueryCollector, *, in_full: bool) -> None:
         directory = bridge.output_directory(trainer, self.name)
+        with self._protected(trainer, directory):
+            self._stage = "the choice of queries"
+            [selection] = self._on_all_ranks(trainer, collector.result)
+            self._stage = "the report"
+            begin = self._clock.seconds
+            [(report, kept)] = self._on_all_ranks(
+                trainer, lambda: self._score(trainer, module, selection, in_full=in_full)
+            )
+            reading_seconds = self._clock.seconds - begin
+            self._num_read += report.num_train_samples
+            self._last_step, self._num_passed_over = self._moment.step, 0
+            self.report = report
+            self._on_all_ranks(trainer, lambda: self._publish(trainer, collector, report, kept, directory))
+            self._budget.end_report(self._clock.validation_seconds, reading_seconds)
+            self._failures.in_a_row = 0
+
+    def _score(
+        self, trainer: Trainer, module: LightningModule, selection: QuerySelection, *, in_full: bool
+    ) -> tuple[Report, tuple[Query, ...]]:
+        is_free = in_full or bridge.is_trial_run(trainer)
+        seconds = None if is_free else self._budget.reading_seconds(is_last=self._moment.ends_run)
+        with bridge.silenced(module):
+            report, kept = self._reporter.compute(
+                module,
+                self.adapter,
+                selection,
+                bridge.run_context(trainer, module),
+                Reading(seconds, self._num_read),
+                bridge.num_trial_batches(trainer),
+            )
+        own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
+        if self._num_passed_over:
+            number = f"{self._num_passed_over} earlier validation{'s were' if self._num_passed_over > 1 else ' was'}"
+            own_notes.append(f"{number} passed over to keep within `time_budget={self.time_budget}`")
+        report = replace(
+            report,
+            epoch=self._moment.epoch,
+            step=self._moment.step,
+            notes=(*report.notes, *own_notes),
+            seconds=self._clock.validation_seconds,
+            time_share=self._clock.share,
+        )
+        return report, kept
+
+    def _publish(
+        self, trainer: Trainer, collector: QueryCollector, report: Report, kept: Sequence[Query], directory: Path
+    ) -> None:
+        readers = collector.readers({query.dataloader_idx for query in report.queries})
+        panel = self._reporter.draw(report, kept, readers)
         if bridge.is_trial_run(trainer):
             return
         seconds, share = self._clock.validation_seconds, self._clock.share  # now with what drawing took
         self.report = report = replace(report, seconds=seconds, time_share=share)
-        write_report_files(report, directory)
-        save_png_atomically(panel, directory / "mistakes.png")
-        writers = bridge.tensorboard_writers(trainer)
-        if not writers:
-            self._failures.warn_once(
-                f"no logger takes pictures: the report is in `{directory}` and in `callback.report`"
-            )
-        for writer in writers:
-            write_tensorboard(writer, report, panel, self.name)
+        self._reporter.write(report, panel, directory, bridge.tensorboard_writers(trainer))
+
+    def _on_all_ranks(self, trainer: Trainer, work: Callable[[], T]) -> list[T]:
+        """Results of all processes, in the order of their ranks; what fails in one of them fails in all."""
+        if trainer.world_size == 1:
+            return [work()]
+        packed, failure = b"", ""
+        error: Exception | None = None
+        try:
+            packed = pickle.dumps(work())  # what cannot be pickled must fail before the others wait for it
+        except Exception as caught:
+            error, failure = caught, "".join(format_exception(caught))
+        outcomes = bridge.gather(trainer, (packed, failure))
+        if error is not None:
+            raise error
+        for rank, (_, failure) in enumerate(outcomes):
+            if failure:
+                raise ProcessError(f"Process {rank} of {trainer.world_size} failed: {failure.rstrip()}")
+        return [cast("T", pickle.loads(packed)) for packed, _ in outcomes]
+
+    def _on_rank_zero(self, trainer: Trainer, work: Callable[[], T]) -> T:
+        """What rank zero finds, on all ranks: clocks differ, decisions must not."""
+        return trainer.strategy.broadcast(work())
 
     @contextmanager
-    def _protected(self, trainer: Trainer, what: str) -> Iterator[None]:
-        """Keep the run as it is, random numbers included, and turn failures into warnings if they shall not raise."""
+    def _isolated(self, trainer: Trainer) -> Iterator[None]:
+        """Keep the run as it is, random numbers included, and count the time."""
+        # What is made in inference mode, as in `trainer.validate`, has no gradient ever after.
+        with self._clock.working(), bridge.isolated_rng(trainer), torch.inference_mode(False), torch.no_grad():
+            yield
+
+    @contextmanager
+    def _protected(self, trainer: Trainer, directory: Path) -> Iterator[None]:
+        """Turn failures, which are those of all processes, into warnings if they shall not raise."""
         try:
-            # What is made in inference mode, as in `trainer.validate`, has no gradient ever after.
-            with self._clock.working(), bridge.isolated_rng(trainer), torch.inference_mode(False), torch.no_grad():
+            with self._isolated(trainer):
                 yield
         except Exception as error:
             if self.on_error == "raise" or bridge.is_trial_run(trainer):
                 raise
-            log = bridge.output_directory(trainer, self.name) / "errors.log"
-            self._failures.record(f"{what} of epoch {trainer.current_epoch}", error, log)
+            what = f"{self._stage} of epoch {self._moment.epoch}"
+            self._failures.record(what, error, directory / "errors.log")
+
+    @contextmanager
+    def _checking_the_loss(self, trainer: Trainer) -> Iterator[None]:
+        """A check that fails is given up; processes need not agree on it."""
+        try:
+            with self._isolated(trainer):
+                yield
+        except Exception as error:
+            if self.on_error == "raise" or bridge.is_trial_run(trainer):
+                raise
+            self._loss_check.give_up(f"{type(error).__name__}: {error}")
+            self._failures.warn_once(f"{self._loss_check.gap}")
 
     def _clear(self) -> None:
-        self._selection = self._reference = None
-        self._loaders = []
+        self._collector = self._waiting = None
+        self._reporter.forget_reference()
         self._loss_check.remove()
         self._clock.end_run()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Clock:
@@ -27,14 +30,19 @@ class Clock:
         return self.seconds - self._validation_begin
 
     @property
+    def seconds_of_run(self) -> float:
+        """Seconds of work since ``start_run``; 0 outside a run."""
+        return 0.0 if self._run_begin is None else self.seconds - self._run_begin[1]
+
+    @property
+    def other_seconds(self) -> float:
+        """Seconds of everything else since ``start_run``; 0 outside a run."""
+        return 0.0 if self._run_begin is None else time.perf_counter() - self._run_begin[0] - self.seconds_of_run
+
+    @property
     def share(self) -> float | None:
         """Seconds of work since ``start_run`` over those of everything else, in [0, inf); ``None`` outside a run."""
-        if self._run_begin is None:
-            return None
-        began, seconds_before = self._run_begin
-        ours = self.seconds - seconds_before
-        others = time.perf_counter() - began - ours
-        return ours / others if others > 0 else None
+        return self.seconds_of_run / self.other_seconds if self.other_seconds > 0 else None
 
     def carry_over(self, seconds: float) -> None:
         """Go on from the seconds of an earlier run."""
@@ -64,3 +72,20 @@ class Clock:
             yield
         finally:
             self._finished, self._begin = self.seconds, None
+
+
+def until(items: Iterable[T], seconds: float | None) -> Iterator[T]:
+    """The items, until the time is over; one in any case.
+
+    Args:
+        items: What is iterated.
+        seconds: The time; ``None`` for no end.
+
+    Yields:
+        The items.
+    """
+    begin = time.perf_counter()
+    for item in items:
+        yield item
+        if seconds is not None and time.perf_counter() - begin >= seconds:
+            return

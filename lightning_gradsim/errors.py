@@ -49,6 +49,10 @@ class TrainingDataError(GradSimError, ValueError):
     """The training data cannot be read by sample id."""
 
 
+class ProcessError(GradSimError, RuntimeError):
+    """Another process of the run failed in its part of the work."""
+
+
 class VerificationError(GradSimError, AssertionError):
     """A self-check failed."""
 

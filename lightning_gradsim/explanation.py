@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples, tensors_of
+from lightning_gradsim.clock import until
 from lightning_gradsim.engine import EngineSettings, run_pass
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.queries import Query, QuerySelection
@@ -37,6 +38,10 @@ RAN_SHORT = (
     "memory did not suffice for what was planned: smaller pieces were taken, with the same results; pass a smaller "
     "`memory_budget=` to plan for it"
 )
+PARTIAL = (
+    "only a part of the training samples was read, to keep within `time_budget`: each pass goes on where the last one "
+    "stopped. Pass `final_pass=True` for all of them at the end, or a larger `time_budget=`"
+)
 PANEL_QUERIES = 6
 PANEL_TILES = 4
 
@@ -58,6 +63,19 @@ class RunContext:
     show_progress: Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How much of the reference a pass reads.
+
+    Attributes:
+        seconds: Time for it; what then has not been read, the next passes read. ``None`` for all of it.
+        start: Where the last pass stopped, in the order of ``Reference.in_turn``.
+    """
+
+    seconds: float | None = None
+    start: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Reference:
     """The training samples that queries are compared with.
@@ -68,6 +86,7 @@ class Reference:
         augmented: Whether reading a sample twice gives two different samples.
         class_names: The ``classes`` of the dataset, if it has any.
         notes: What limits a report against them.
+        seed: Seed of the order in which passes over a part take turns.
         length: Length of the dataset when it was looked at.
     """
 
@@ -76,6 +95,7 @@ class Reference:
     augmented: bool
     class_names: tuple[str, ...] | None
     notes: tuple[str, ...]
+    seed: int
     length: int
 
     @property
@@ -85,6 +105,18 @@ class Reference:
         if now == self.length:
             return None
         return f"the training data have {now:,} samples now, and had {self.length:,} at the last report"
+
+    def in_turn(self, start: int) -> SampleReader:
+        """All samples in a random order, beginning at one of its places: any part of it is a fair sample.
+
+        Args:
+            start: The place, counted on over passes.
+
+        Returns:
+            Their reader.
+        """
+        order = torch.randperm(len(self.reader), generator=torch.Generator().manual_seed(self.seed))
+        return self.reader.choose(order.roll(-(start % max(1, len(order)))))
 
 
 def make_reference(
@@ -131,7 +163,7 @@ def make_reference(
         how = "at random" if labels is None else "by class"
         words = f"{max_train_samples:,} of {total:,} training samples, chosen {how}"
     length = _length(reader.dataset)
-    return Reference(reader, words, augmented, _class_names(reader.dataset), tuple(notes), length)
+    return Reference(reader, words, augmented, _class_names(reader.dataset), tuple(notes), seed, length)
 
 
 def compute_report(
@@ -141,6 +173,7 @@ def compute_report(
     reference: Reference,
     settings: EngineSettings,
     run: RunContext,
+    reading: Reading = Reading(),
 ) -> tuple[Report, tuple[Query, ...]]:
     """Score the queries of a validation against the reference.
 
@@ -151,6 +184,7 @@ def compute_report(
         reference: The training samples.
         settings: Layers, similarity, length of the lists.
         run: How the run treats batches.
+        reading: How much of the reference is read.
 
     Returns:
         The report, without epoch, step and cost, and the kept copy of each of its queries.
@@ -159,11 +193,10 @@ def compute_report(
         QueryBatch(positions, run.to_device(batch))
         for positions, batch in join_samples([query.data for query in selection.queries])
     ]
-    reader = reference.reader
+    reader = reference.reader if reading.seconds is None else reference.in_turn(reading.start)
     num_batches = -(-len(reader) // reader.batch_size)
-    train_batches = (
-        (ids, run.move(batch)) for ids, batch in run.show_progress(reader.batches(), num_batches, "gradient similarity")
-    )
+    batches = run.show_progress(until(reader.batches(), reading.seconds), num_batches, "gradient similarity")
+    train_batches = ((ids, run.move(batch)) for ids, batch in batches)
     result = run_pass(module, adapter, query_batches, train_batches, settings, run.forward_context)
     errors_per_class, num_errors, num_validation_samples = selection.error_counts()
     still_wrong = {i: query for i, query in enumerate(selection.queries) if i in result.queries}
@@ -181,13 +214,18 @@ def compute_report(
             if settings.memory_budget is not None
             else f"one sample at a time takes about {result.needed_bytes:,} bytes, more than a quarter of what is free"
         )
+    words = reference.words
+    if result.num_samples < len(reader):
+        words = f"{result.num_samples:,} of {len(reader):,} training samples, as many as the time budget allows"
+        notes.append(PARTIAL)
     report = Report(
         epoch=0,
         step=0,
         layers=result.layers,
         similarity=settings.similarity,
-        reference=reference.words,
+        reference=words,
         num_train_samples=result.num_samples,
+        share_read=result.num_samples / max(1, len(reader)),
         num_validation_samples=num_validation_samples,
         num_errors=num_errors,
         errors_per_class=errors_per_class,

@@ -19,11 +19,13 @@ class Failures:
     Attributes:
         owner: Whose failures these are, for messages.
         in_a_row: Failures since the last success.
+        aloud: Whether this process warns and writes; of several, one does.
     """
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.in_a_row = 0
+        self.aloud = True
         self._said: set[str] = set()
 
     @property
@@ -40,6 +42,8 @@ class Failures:
             log: Path of the log; its folder is created where it does not exist.
         """
         self.in_a_row += 1
+        if not self.aloud:
+            return
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a", encoding="utf-8") as file:
@@ -62,7 +66,7 @@ class Failures:
         Args:
             message: A sentence without its full stop.
         """
-        if message not in self._said:
+        if self.aloud and message not in self._said:
             self._said.add(message)
             warnings.warn(f"`{self.owner}`: {message}.", GradSimWarning, stacklevel=2)
 

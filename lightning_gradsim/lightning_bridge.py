@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,8 +25,11 @@ from tqdm.auto import tqdm
 
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.explanation import RunContext
+from lightning_gradsim.schedule import Moment
 
 T = TypeVar("T")
+BAR_DELAY = 1.0
+"""Seconds before a progress bar appears."""
 _GENERATORS = frozenset({torch.Generator, np.random.Generator, np.random.RandomState, random.Random})
 
 
@@ -184,7 +189,7 @@ def run_context(trainer: Trainer, module: LightningModule) -> RunContext:
 
 
 def show_progress(trainer: Trainer, items: Iterable[T], total: int, description: str) -> Iterable[T]:
-    """The items, with a progress bar once they take more than a moment, if the trainer shows bars.
+    """The items, with a progress bar of the trainer's kind once they take more than a moment, if it shows bars.
 
     Args:
         trainer: The trainer.
@@ -196,10 +201,44 @@ def show_progress(trainer: Trainer, items: Iterable[T], total: int, description:
         The items.
     """
     bar = trainer.progress_bar_callback
-    if bar is None or not getattr(bar, "is_enabled", True):
+    if bar is None or not getattr(bar, "is_enabled", True) or not trainer.is_global_zero:
         return items
-    shown: Iterable[T] = tqdm(items, total=total, desc=description, leave=False, delay=1.0, dynamic_ncols=True)
+    if isinstance(bar, RichProgressBar):
+        return items if bar.progress is None else _with_rich_task(bar.progress, items, total, description)
+    shown: Iterable[T] = tqdm(items, total=total, desc=description, leave=False, delay=BAR_DELAY, dynamic_ncols=True)
     return shown
+
+
+def _with_rich_task(progress: Any, items: Iterable[T], total: int, description: str) -> Iterator[T]:
+    """One more line in the display that is there already: a terminal has room for one."""
+    # Hidden afterwards, and taken again: Lightning finds its own tasks by their place, so that none may go.
+    found = [task.id for task in progress.tasks if task.description == description]
+    task = found[0] if found else progress.add_task(description, visible=False)
+    progress.reset(task, total=total, visible=False)
+    begin = time.monotonic()
+    try:
+        for item in items:
+            yield item
+            progress.update(task, advance=1, visible=time.monotonic() - begin > BAR_DELAY)
+    finally:
+        progress.update(task, visible=False)
+
+
+def gather(trainer: Trainer, value: T) -> list[T]:
+    """The values of all processes, in the order of their ranks; every process must ask.
+
+    Args:
+        trainer: The trainer.
+        value: What this process has; picklable.
+
+    Returns:
+        The values.
+    """
+    if trainer.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def tensorboard_writers(trainer: Trainer) -> list[Any]:
@@ -222,25 +261,35 @@ def output_directory(trainer: Trainer, name: str) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir) / name
 
 
-def is_last_validation_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether no further validation of ``fit`` falls into this epoch, or, under ``max_steps``, into this run.
+def moment_of(trainer: Trainer, batch_idx: int) -> Moment:
+    """Where in the run a validation of ``fit`` stands.
 
     Args:
         trainer: The trainer, in the validation that follows the training batch.
         batch_idx: Index of that training batch in its epoch.
 
     Returns:
-        Whether the remaining batches are too few for another validation. Where that cannot be known (validation by
-        time), whether it was the last batch.
+        The moment.
     """
-    remaining = trainer.num_training_batches - (batch_idx + 1)
+    num_batches, every_n = trainer.num_training_batches, trainer.check_val_every_n_epoch or 1
+    interval = getattr(trainer, "val_check_batch", None) or math.inf
+    left_in_epoch = num_batches - (batch_idx + 1)
+    max_epochs = math.inf if trainer.max_epochs in {None, -1} else trainer.max_epochs
+    left_in_run = left_in_epoch + (max_epochs - trainer.current_epoch - 1) * num_batches
     if trainer.max_steps >= 0:  # the run may end before the epoch does
         steps = trainer.max_steps - trainer.global_step
-        remaining = min(remaining, steps * trainer.accumulate_grad_batches)
-    interval = getattr(trainer, "val_check_batch", None)
-    if trainer.is_last_batch or interval is None or math.isinf(remaining) or math.isinf(interval):
-        return bool(trainer.is_last_batch)
-    return bool(remaining < interval)
+        left_in_run = min(left_in_run, steps * trainer.accumulate_grad_batches)
+    left_in_epoch = min(left_in_epoch, left_in_run)
+    ends_epoch = bool(trainer.is_last_batch)
+    if not ends_epoch and math.isfinite(left_in_epoch) and math.isfinite(interval):
+        ends_epoch = left_in_epoch < interval
+    if math.isfinite(num_batches) and math.isfinite(interval):
+        across_epochs = trainer.check_val_every_n_epoch is None
+        skipped = left_in_epoch + (every_n - 1) * num_batches if ends_epoch and not across_epochs else 0
+        ends_run = left_in_run < skipped + interval
+    else:  # epochs without a length, or validations by time
+        ends_run = ends_epoch and trainer.current_epoch + every_n >= max_epochs
+    return Moment(trainer.current_epoch, trainer.global_step, ends_epoch, ends_run)
 
 
 def loss_of_outputs(outputs: Any, accumulate_grad_batches: int) -> torch.Tensor | None:

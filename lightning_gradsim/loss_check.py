@@ -97,6 +97,15 @@ class LossCheck:
                 "`loss_fn=`, or define `gradsim_step(batch)`"
             )
 
+    def give_up(self, why: str) -> None:
+        """Watch no further steps.
+
+        Args:
+            why: What makes it impossible.
+        """
+        self.remove()
+        self._num_left, self.gap = 0, f"{UNCHECKED}: {why}"
+
     def remove(self) -> None:
         """Remove the hooks and forget the outputs."""
         if self._handle is not None:

@@ -196,6 +196,7 @@ class Report:
         similarity: The similarity of harmful samples and teachers.
         reference: Which training samples were read, in words.
         num_train_samples: How many were read.
+        share_read: Their share of those that queries are to be compared with, in [0, 1]; below 1 under a time budget.
         num_validation_samples: How many validation samples were looked at.
         num_errors: How many of them were misclassified.
         errors_per_class: Misclassified samples by given label; empty where there are no classes.
@@ -230,6 +231,7 @@ class Report:
     augmented: bool = False
     task: str = "classification"
     plan: Plan | None = None
+    share_read: float = 1.0
 
     @property
     def errors_in_words(self) -> str:

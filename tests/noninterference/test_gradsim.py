@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lightning_gradsim.callback
+import lightning_gradsim.reporter
 from lightning_gradsim import GradSimCallback, GradSimWarning
 from tests.noninterference.cases import Case, rows
 from tests.noninterference.harness import differences, record_baseline, record_run
@@ -86,4 +86,4 @@ def _assert_nothing_changes(case: Case, layers: str) -> None:
 
 def _draw_small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     panel = np.zeros((4, 4, 3), np.uint8)
-    monkeypatch.setattr(lightning_gradsim.callback, "mistake_panel", lambda *_, **__: panel)
+    monkeypatch.setattr(lightning_gradsim.reporter, "mistake_panel", lambda *_, **__: panel)

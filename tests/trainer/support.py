@@ -74,8 +74,8 @@ class Classifier(LightningModule):
 
 
 def strict(**options: Any) -> GradSimCallback:
-    """A callback whose failures arrive; with eight queries, since writing a report takes longer than making it."""
-    return GradSimCallback(**{"on_error": "raise", "num_queries": 8, **options})
+    """A callback whose failures arrive, on no budget; with eight queries, since writing takes longer than making."""
+    return GradSimCallback(**{"on_error": "raise", "num_queries": 8, "time_budget": None, **options})
 
 
 class Recorder(Callback):

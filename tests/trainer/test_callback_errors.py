@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import re
-import signal
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-import lightning_gradsim.callback
+import lightning_gradsim.reporter
 from lightning_gradsim import Adapter, GradSimCallback, lightning_bridge
 from lightning_gradsim.errors import (
     BatchFormatError,
@@ -38,82 +35,6 @@ from tests.trainer.support import (
     train_data,
     val_data,
 )
-
-
-class TestArguments:
-    @pytest.mark.parametrize("argument", ["num_queries", "top_k", "every_n_epochs", "max_train_samples"])
-    @pytest.mark.parametrize(
-        ("value", "error"), [(0, ValueError), (-3, ValueError), (2.5, TypeError), ("8", TypeError), (True, TypeError)]
-    )
-    def test_counts(self, argument, value, error):
-        with pytest.raises(error, match=re.escape(f"`{argument}={value!r}`") + ".*at least 1"):
-            GradSimCallback(**{argument: value})
-
-    @pytest.mark.parametrize("argument", ["num_queries", "top_k", "every_n_epochs"])
-    def test_counts_that_are_not_optional(self, argument):
-        with pytest.raises(TypeError, match=f"`{argument}=None`"):
-            GradSimCallback(**{argument: None})
-
-    @pytest.mark.parametrize(
-        ("argument", "choices"),
-        [
-            ("similarity", ["dot", "cosine", "asymmetric"]),
-            ("query_policy", ["highest_loss", "random"]),
-            ("on_error", ["warn", "raise"]),
-        ],
-    )
-    @pytest.mark.parametrize("value", ["dott", "", None, 3, ["dot"]], ids=repr)
-    def test_choices(self, argument, choices, value):
-        with pytest.raises(ValueError, match=re.escape(f"`{argument}={value!r}`")) as caught:
-            GradSimCallback(**{argument: value})
-        assert all(repr(choice) in str(caught.value) for choice in choices)
-
-    @pytest.mark.parametrize(
-        ("value", "error"),
-        [
-            (3, TypeError),
-            (None, TypeError),
-            (int, TypeError),
-            (["head", 3], TypeError),
-            ([], ValueError),
-            (nn.Linear(2, 2), TypeError),
-        ],
-        ids=repr,
-    )
-    def test_layers(self, value, error):
-        with pytest.raises(error, match="`layers="):
-            GradSimCallback(layers=value)
-
-    @pytest.mark.parametrize(
-        ("options", "error", "words"),
-        [
-            ({"name": ""}, ValueError, "`name=''`"),
-            ({"name": "a/b"}, ValueError, "`name='a/b'`"),
-            ({"name": "a\\b"}, ValueError, "name="),
-            ({"name": ".."}, ValueError, r"`name='\.\.'`"),
-            ({"name": 3}, TypeError, "`name=3`"),
-            ({"seed": "one"}, TypeError, "`seed='one'`"),
-            ({"seed": 1.5}, TypeError, r"`seed=1\.5`"),
-            ({"loss_fn": 3}, TypeError, "`loss_fn=3`"),
-            ({"adapter": object()}, TypeError, "`adapter` is a object.*`Adapter` subclass"),
-            ({"adapter": Adapter}, TypeError, "`adapter` is a type.*instance"),
-            ({"mean": [0.5]}, ValueError, "`mean` and `std`"),
-            ({"std": [0.5]}, ValueError, "`mean` and `std`"),
-            ({"mean": [0.5, 0.5], "std": [0.2]}, ValueError, r"`mean=\[0\.5, 0\.5\]` and `std=\[0\.2\]`"),
-            ({"mean": 0.5, "std": 0.2}, TypeError, r"`mean=0\.5`"),
-            ({"mean": [0.5], "std": [0.0]}, ValueError, r"`std=\[0\.0\]`.*above 0"),
-            ({"mean": "ab", "std": [0.1, 0.2]}, TypeError, "`mean='ab'`"),
-            ({"class_names": "cat"}, TypeError, "`class_names='cat'`"),
-            ({"class_names": 4}, TypeError, "`class_names=4`"),
-        ],
-        ids=str,
-    )
-    def test_others(self, options, error, words):
-        with pytest.raises(error, match=words):
-            GradSimCallback(**options)
-
-    def test_arrays_are_lists(self):
-        GradSimCallback(class_names=np.array(["a", "b"]), mean=np.float32([0.5]), std=(1,))
 
 
 class Untouched(Callback):
@@ -410,7 +331,7 @@ class TestFailures:
     @pytest.fixture
     def fail(self, monkeypatch):
         """Makes the report fail at the validations with these numbers, counted from 0."""
-        compute_report = lightning_gradsim.callback.compute_report
+        compute_report = lightning_gradsim.reporter.compute_report
 
         def fail(*numbers):
             calls = iter(range(100))
@@ -421,7 +342,7 @@ class TestFailures:
                     raise RuntimeError(f"boom {number}")
                 return compute_report(*args, **kwargs)
 
-            monkeypatch.setattr(lightning_gradsim.callback, "compute_report", compute)
+            monkeypatch.setattr(lightning_gradsim.reporter, "compute_report", compute)
 
         return fail
 
@@ -444,7 +365,7 @@ class TestFailures:
     def test_three_in_a_row_stop_the_callback_and_training_goes_on(self, tmp_path, fail):
         fail(0, 1, 2)
         with collect_warnings() as texts:
-            gradsim, module, recorder = fit(tmp_path, GradSimCallback(), max_epochs=5)
+            gradsim, module, recorder = fit(tmp_path, GradSimCallback(time_budget=None), max_epochs=5)
         assert len(texts) == 3
         assert [("the callback stops" in text) for text in texts] == [False, False, True]
         assert "RuntimeError: boom 2" in texts[2]
@@ -456,7 +377,7 @@ class TestFailures:
     def test_a_success_resets_the_count(self, tmp_path, fail):
         fail(0, 1, 3, 4)
         with collect_warnings() as texts:
-            _, _, recorder = fit(tmp_path, GradSimCallback(), max_epochs=6)
+            _, _, recorder = fit(tmp_path, GradSimCallback(time_budget=None), max_epochs=6)
         assert len(texts) == 4
         assert not any("the callback stops" in text for text in texts)
         assert [report.epoch for report in recorder.reports] == [2, 5]
@@ -485,97 +406,9 @@ class TestFailures:
         assert "boom 0" in text
         assert "could not be written" in text
 
-    def test_a_full_disk_costs_the_files_only(self, tmp_path, monkeypatch):
-        def refuse(*_):
-            raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(lightning_gradsim.callback, "write_report_files", refuse)
-        with collect_warnings() as texts:
-            gradsim, _, _ = fit(tmp_path, GradSimCallback())
-        assert len(texts) == 1
-        assert "No space left on device" in texts[0]
-        assert read(gradsim).queries
-
-
-class Draws(Adapter):
-    """Draws random numbers, then fails, on a training batch in the middle of the pass."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error, self.steps = error, 0
-
-    def step(self, module, batch):
-        step = super().step(module, batch)
-        if torch.is_grad_enabled():  # the pass, not the choice of queries
-            self.steps += 1
-            if self.steps == 4:
-                torch.rand(3), np.random.rand(3)
-                raise self.error
-        return step
-
-
-def facts(module):
-    """What a failure must not change."""
-    return {
-        "torch": torch.get_rng_state().tolist(),
-        "numpy": np.random.get_state()[1].tolist(),
-        "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "modes": [each.training for each in module.modules()],
-        "hooks": [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules()],
-        "grads": [parameter.grad is None for parameter in module.parameters()],
-    }
-
-
-class Before(Callback):
-    def on_validation_end(self, trainer, pl_module):
-        pl_module.body.train()  # a mode of its own
-        self.facts = facts(pl_module)
-
-
-class After(Callback):
-    facts = None
-
-    def on_validation_end(self, trainer, pl_module):
-        self.facts = facts(pl_module)
-
-    def on_exception(self, trainer, pl_module, exception):
-        self.exception, self.facts = exception, facts(pl_module)
-
-
-class TestAnExceptionInTheMiddleOfThePass:
-    def run(self, tmp_path, error, on_error):
-        before, after = Before(), After()
-        gradsim = GradSimCallback(adapter=Draws(error), on_error=on_error)
-        trainer = make_trainer(tmp_path, [before, gradsim, after])
-        return before, after, trainer, gradsim
-
-    def test_leaves_the_run_as_it_was(self, tmp_path):
-        before, after, trainer, gradsim = self.run(tmp_path, ValueError("no"), "warn")
-        with collect_warnings() as texts:
-            trainer.fit(Classifier(), loader(train_data()), loader(val_data()))
-        assert len(texts) == 1
-        assert gradsim.adapter.steps == 4
-        assert after.facts == before.facts
-
-    def test_leaves_the_process_as_it_was_when_it_raises(self, tmp_path):
-        before, after, trainer, _ = self.run(tmp_path, ValueError("no"), "raise")
-        with pytest.raises(ValueError, match="no"):
-            trainer.fit(Classifier(), loader(train_data()), loader(val_data()))
-        assert {**after.facts, "grad": None} == {**before.facts, "grad": None}  # Lightning has left its no_grad
-        assert torch.is_grad_enabled()
-
-    @pytest.mark.parametrize("on_error", ["warn", "raise"])
-    def test_an_interrupt_passes_through(self, tmp_path, on_error):
-        before, after, trainer, _ = self.run(tmp_path, KeyboardInterrupt(), on_error)
-        handler = signal.getsignal(signal.SIGINT)
-        try:
-            with pytest.raises(SystemExit):  # Lightning's answer to an interrupt
-                trainer.fit(Classifier(), loader(train_data()), loader(val_data()))
-        finally:
-            signal.signal(signal.SIGINT, handler)
-        assert isinstance(after.exception, KeyboardInterrupt)
-        assert {**after.facts, "grad": None} == {**before.facts, "grad": None}
-        assert not (tmp_path / "run" / "version_0" / "gradsim").exists()
+def num_hooks(module):
+    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules())
 
 
 class TestTrialRun:
@@ -720,7 +553,7 @@ class TestLossCheck:
 
     def test_leaves_no_hooks_on_the_module(self, tmp_path):
         _, module, _ = fit(tmp_path, limit_train_batches=1)
-        assert sum(facts(module)["hooks"]) == 0
+        assert num_hooks(module) == 0
 
 
 class TestTwoCallbacks:

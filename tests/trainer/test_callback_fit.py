@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-import lightning_gradsim.callback
+import lightning_gradsim.reporter
 from tests.trainer.support import (
     NUM_CLASSES,
     NUM_TRAIN,
@@ -298,74 +297,6 @@ class Augmented(Dataset):
         return x + torch.randn(8), y
 
 
-class TestSchedule:
-    def test_every_epoch(self, tmp_path):
-        _, _, recorder = fit(tmp_path, max_epochs=3)
-        assert recorder.moments == [(0, 6), (1, 12), (2, 18)]
-
-    def test_every_second_epoch(self, tmp_path):
-        _, _, recorder = fit(tmp_path, strict(every_n_epochs=2), max_epochs=5)
-        assert recorder.moments == [(1, 12), (3, 24)]
-
-    @pytest.mark.parametrize(
-        ("options", "moments"),
-        [
-            ({"val_check_interval": 0.5}, [(0, 6), (1, 12)]),
-            ({"val_check_interval": 0.5, "limit_train_batches": 5}, [(0, 4), (1, 9)]),
-            ({"val_check_interval": 0.4}, [(0, 6), (1, 12)]),
-            ({"val_check_interval": 4}, [(0, 4), (1, 10)]),
-            ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [(0, 4), (1, 12)]),
-            (
-                {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 4},
-                [(0, 5), (1, 10), (2, 15), (3, 20)],
-            ),
-            ({"val_check_interval": 9, "check_val_every_n_epoch": None, "max_epochs": 3}, [(1, 9), (2, 18)]),
-            ({"check_val_every_n_epoch": 2, "max_epochs": 4}, [(1, 12), (3, 24)]),
-        ],
-        ids=str,
-    )
-    def test_only_the_last_validation_of_an_epoch(self, tmp_path, options, moments):
-        _, _, recorder = fit(tmp_path, **{"max_epochs": 2, **options})
-        assert recorder.moments == moments
-
-    def test_a_quarter_of_an_epoch_that_it_does_not_divide(self, tmp_path):
-        train = loader(train_data(55), batch_size=5)  # 11 batches, validation after 2, 4, 6, 8, 10
-        _, _, recorder = fit(tmp_path, train=train, max_epochs=2, val_check_interval=0.25)
-        assert recorder.moments == [(0, 10), (1, 21)]
-
-    @pytest.mark.parametrize(
-        ("options", "moments"),
-        [
-            ({"max_steps": 4, "val_check_interval": 2}, [(0, 4)]),
-            ({"max_steps": 5, "val_check_interval": 2}, [(0, 4)]),
-            ({"max_steps": 9, "val_check_interval": 2}, [(0, 6), (1, 8)]),
-            ({"max_steps": 2, "val_check_interval": 2, "accumulate_grad_batches": 2}, [(0, 2)]),
-        ],
-        ids=str,
-    )
-    def test_a_run_that_ends_in_the_middle_of_an_epoch(self, tmp_path, options, moments):
-        _, _, recorder = fit(tmp_path, max_epochs=-1, **options)
-        assert recorder.moments == moments
-
-    def test_an_endless_run(self, tmp_path):
-        class Endless(IterableDataset):
-            def __iter__(self):
-                return itertools.cycle(list(train_data()))
-
-        gradsim = strict(train_data=train_data())
-        _, _, recorder = fit(
-            tmp_path, gradsim, train=loader(Endless()), max_epochs=-1, max_steps=10, val_check_interval=4
-        )
-        assert recorder.moments == [(0, 8)]
-
-    def test_limited_validation(self, tmp_path):
-        gradsim, module, _ = fit(tmp_path, strict(num_queries=99), limit_val_batches=2)
-        assert read(gradsim).num_validation_samples == 20
-        assert {query.sample_id for query in read(gradsim).queries} == {
-            i for i in Truth(module).mistakes(val_data()) if i < 20
-        }
-
-
 class Mappings(Dataset):
     """Samples as mappings."""
 
@@ -584,13 +515,13 @@ class TestCost:
         monkeypatch.setattr("lightning_gradsim.clock.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
         def slow(name, seconds):
-            function = getattr(lightning_gradsim.callback, name)
+            function = getattr(lightning_gradsim.reporter, name)
 
             def take_time(*args, **kwargs):
                 now[0] += seconds
                 return function(*args, **kwargs)
 
-            monkeypatch.setattr(lightning_gradsim.callback, name, take_time)
+            monkeypatch.setattr(lightning_gradsim.reporter, name, take_time)
 
         class Training(Callback):
             def on_train_batch_end(self, *_):

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_gradsim import GradSimCallback
-from tests.trainer.support import Classifier, collect_warnings, fit, train_data
+from tests.trainer.support import Classifier, collect_warnings, fit, strict, train_data
 
 
 class Ends(Classifier):
@@ -67,9 +67,7 @@ def test_a_parameter_by_name(tmp_path):
 
 def test_the_plan_is_in_the_report_and_in_the_log_once(tmp_path, caplog):
     with caplog.at_level("INFO", logger="lightning_gradsim"):
-        gradsim, _, _ = fit(
-            tmp_path, GradSimCallback(layers="all", memory_budget=2**30, on_error="raise"), max_epochs=3
-        )
+        gradsim, _, _ = fit(tmp_path, strict(layers="all", memory_budget=2**30), max_epochs=3)
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_gradsim")]
     assert len(logged) == 1
     assert logged[0].startswith("the plan of `gradsim`:\nlayer")

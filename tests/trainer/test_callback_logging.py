@@ -184,7 +184,7 @@ class TestOtherLoggers:
     def test_files_are_written_with_one_warning(self, tmp_path, kind):
         logger = False if kind == "none" else CSVLogger(tmp_path, "run", 0)
         with collect_warnings() as texts:
-            _, _, recorder = fit(tmp_path, GradSimCallback(), logger=logger, max_epochs=3)
+            _, _, recorder = fit(tmp_path, GradSimCallback(time_budget=None), logger=logger, max_epochs=3)
         directory = (tmp_path if kind == "none" else tmp_path / "run" / "version_0") / "gradsim"
         (text,) = texts
         assert "no logger takes pictures" in text

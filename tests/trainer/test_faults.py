@@ -23,7 +23,8 @@ from tests.trainer.faults import CASE, FAULTS, Fault, Trap
 from tests.trainer.support import collect_warnings
 
 EVERY = pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
-OPTIONS = {"num_queries": 8, "top_k": 3, "memory_budget": 2**28}  # the plan in a report names the budget
+OPTIONS = {"num_queries": 8, "top_k": 3, "time_budget": None, "memory_budget": 2**28}
+"""Nothing that depends on the clock, or on how much memory is free."""
 FILES = {"suspects.csv", "influences.csv", "report.json", "mistakes.png"}
 
 

@@ -178,7 +178,7 @@ def test_no_queries():
     assert result.queries == {}
     assert not result.has_teachers
     assert result.num_samples == len(result.suspects) == 20
-    assert torch.equal(result.suspects.scores, run(module, wrong_samples(module, 3), train).suspects.scores)
+    torch.testing.assert_close(result.suspects.scores, run(module, wrong_samples(module, 3), train).suspects.scores)
 
 
 def test_no_queries_and_no_samples():

@@ -1,0 +1,177 @@
+"""The training data of a run, reports against it, and where they go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.engine import EngineSettings
+from lightning_gradsim.explanation import (
+    AUGMENTED,
+    Reading,
+    Reference,
+    RunContext,
+    collect_pictures,
+    compute_report,
+    make_reference,
+)
+from lightning_gradsim.queries import Query, QuerySelection
+from lightning_gradsim.report import Report
+from lightning_gradsim.sinks import TensorBoardWriter, save_png_atomically, write_report_files, write_tensorboard
+from lightning_gradsim.train_pass import SampleReader, make_reader
+from lightning_gradsim.views import mistake_panel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class ReporterSettings:
+    """What reports are made of and look like; the attributes are arguments of the callback.
+
+    Attributes:
+        engine: What is computed.
+        train_data: The training samples to compare with, instead of the trainer's own.
+        max_train_samples: Compare with at most that many.
+        seed: Seed of their choice.
+        class_names: Names of the classes, instead of the dataset's own.
+        mean: Mean of the images' normalisation.
+        std: Standard deviation of the images' normalisation.
+        show_teachers: Whether panels show teachers.
+        name: Tag prefix.
+    """
+
+    engine: EngineSettings
+    train_data: Any
+    max_train_samples: int | None
+    seed: int
+    class_names: Sequence[str] | None
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+    show_teachers: bool
+    name: str
+
+
+class Reporter:
+    """Makes reports and writes them.
+
+    Args:
+        settings: What reports are made of and look like.
+        warn: Tells the user of what limits them, once.
+    """
+
+    def __init__(self, settings: ReporterSettings, warn: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._warn = warn
+        self._source: Any = None
+        self._reference: Reference | None = None
+        self._logged_plan = ""
+
+    @property
+    def has_source(self) -> bool:
+        """Whether there is anything to compare with."""
+        return self._source is not None
+
+    def set_source(self, source: Any) -> None:
+        """Take the training data, unless the user has passed others.
+
+        Args:
+            source: A map-style dataset, a loader over one, or ``None`` for what is known.
+
+        Raises:
+            TrainingDataError: If they cannot be read by sample id.
+        """
+        source = source if self._settings.train_data is None else self._settings.train_data
+        if source is not None and source is not self._source:
+            make_reader(source)  # raises now for data that could not be read after a whole epoch
+            self._source, self._reference = source, None
+
+    def forget_reference(self) -> None:
+        """Look at the training data anew before the next report."""
+        self._reference = None
+
+    def compute(
+        self,
+        module: nn.Module,
+        adapter: Adapter,
+        selection: QuerySelection,
+        run: RunContext,
+        reading: Reading,
+        num_trial_batches: int | None,
+    ) -> tuple[Report, tuple[Query, ...]]:
+        """Score the queries.
+
+        Args:
+            module: The user's module; it is left as found.
+            adapter: Reads batches; bound to the module.
+            selection: The queries.
+            run: How the run treats batches.
+            reading: How much of the training data is read.
+            num_trial_batches: Read the first batches only, for a trial run.
+
+        Returns:
+            The report, without epoch, step and cost, and the kept copy of each of its queries.
+        """
+        own = self._settings
+        change = None if self._reference is None else self._reference.change
+        if self._reference is None or change is not None:
+            self._reference = make_reference(self._source, adapter, own.max_train_samples, own.seed, num_trial_batches)
+            if self._reference.augmented:
+                self._warn(AUGMENTED)
+        report, kept = compute_report(module, adapter, selection, self._reference, own.engine, run, reading)
+        self._log_plan(report)
+        if change is not None:
+            report = replace(report, notes=(*report.notes, change))
+        if own.class_names is not None:
+            report = replace(report, class_names=tuple(own.class_names))
+        return report, kept
+
+    def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> NDArray[np.uint8]:
+        """The panel of a report.
+
+        Args:
+            report: The report.
+            kept: The copy of each of its queries.
+            readers: Readers of the validation datasets by loader.
+
+        Returns:
+            Picture, uint8 ``[H, W, 3]``.
+        """
+        assert self._reference is not None
+        query_images, train_images = collect_pictures(report, kept, self._reference, readers)
+        own = self._settings
+        return mistake_panel(
+            report, query_images, train_images, show_teachers=own.show_teachers, mean=own.mean, std=own.std
+        )
+
+    def write(
+        self, report: Report, panel: NDArray[np.uint8], directory: Path, writers: Sequence[TensorBoardWriter]
+    ) -> None:
+        """Write a report.
+
+        Args:
+            report: The report.
+            panel: Its panel.
+            directory: Folder of the files.
+            writers: The TensorBoard writers.
+        """
+        write_report_files(report, directory)
+        save_png_atomically(panel, directory / "mistakes.png")
+        if not writers:
+            self._warn(f"no logger takes pictures: the report is in `{directory}` and in `callback.report`")
+        for writer in writers:
+            write_tensorboard(writer, report, panel, self._settings.name)
+
+    def _log_plan(self, report: Report) -> None:
+        """Once, and again where it is another one."""
+        steps = "" if report.plan is None else str([(layer.name, layer.step) for layer in report.plan.layers])
+        if steps != self._logged_plan:
+            self._logged_plan = steps
+            logger.info("the plan of `%s`:\n%s", self._settings.name, report.plan)
