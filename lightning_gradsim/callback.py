@@ -178,7 +178,7 @@ class GradSimCallback(Callback):
         self._collector: QueryCollector | None = None
         self._waiting: QueryCollector | None = None  # of the latest validation, in case it turns out to be the last
         self._batch_idx = -1
-        self._num_read = self._last_step = self._num_passed_over = 0
+        self._num_read = self._last_step = self._num_passed_over = self._num_due = 0
         self._stage = ""
 
     @staticmethod
@@ -258,6 +258,7 @@ class GradSimCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what depends on the training data, before any time is spent on it."""
         self._clock.start_run()
+        self._num_due = 0
         self._budget = TimeBudget(self.time_budget, self._clock)
         self._reporter.set_source(trainer.train_dataloader)
 
@@ -286,6 +287,7 @@ class GradSimCallback(Callback):
         self._collector = self._waiting = None
         if not self._is_due(trainer):
             return
+        self._num_due += 1
         if trainer.state.fn == "validate":
             self._check_module(pl_module)
         else:
@@ -330,6 +332,12 @@ class GradSimCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last validation, where only now it is known that it was the last (early stopping)."""
         collector, self._waiting = self._waiting, None
+        if not self._num_due:
+            self._failures.warn_once(
+                "no validation of this run was one to look at, so nothing was explained. Check that `fit` has "
+                "validation data, and that the schedule (`every_n_epochs=`, `every_n_steps=`, `warmup_epochs=`) meets "
+                "one"
+            )
         if collector is not None:
             self._clock.start_validation()
             self._explain(trainer, pl_module, collector, in_full=self.final_pass)
@@ -408,6 +416,9 @@ class GradSimCallback(Callback):
                 bridge.num_trial_batches(trainer),
             )
         own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
+        unseen = bridge.unseen_note(trainer) if self._reporter.follows_training else None
+        if unseen is not None:
+            own_notes.append(unseen)
         if self._num_passed_over:
             number = f"{self._num_passed_over} earlier validation{'s were' if self._num_passed_over > 1 else ' was'}"
             own_notes.append(f"{number} passed over to keep within `time_budget={self.time_budget}`")

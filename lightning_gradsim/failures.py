@@ -55,7 +55,8 @@ class Failures:
         if self.are_too_many:
             consequence = f"Training goes on; after {MAX_FAILURES} failures in a row the callback stops."
         _release(error)
-        sentences = [f"{type(error).__name__}: {str(error).rstrip().rstrip('.')}.", _way_out(error), where, consequence]
+        cause = ": ".join(filter(None, [type(error).__name__, str(error).rstrip().rstrip(".")]))
+        sentences = [f"{cause}.", _way_out(error), where, consequence]
         warnings.warn(
             f"`{self.owner}` failed in {what}: {' '.join(filter(None, sentences))}", GradSimWarning, stacklevel=2
         )
@@ -77,6 +78,8 @@ def _way_out(error: Exception) -> str:
         return "Memory does not suffice for one sample. Choose fewer `layers=`, or pass a smaller `num_queries=`."
     if isinstance(error, GradSimError):
         return ""
+    if "DataLoader worker" in str(error):  # torch says so wherever we are when the process dies
+        return "It reads training data: repair the dataset, or pass other training data as `train_data=`."
     if isinstance(error, OSError):  # what fails in reading samples is a `TrainingDataError`
         return "Free space there, or give the logger another folder. The report is in `callback.report`."
     return 'Repair what the traceback shows, or pass `on_error="raise"` to stop at such a failure.'

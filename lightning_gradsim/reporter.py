@@ -79,6 +79,11 @@ class Reporter:
         """Whether there is anything to compare with."""
         return self._source is not None
 
+    @property
+    def follows_training(self) -> bool:
+        """Whether the training data are the trainer's own."""
+        return self._settings.train_data is None
+
     def set_source(self, source: Any) -> None:
         """Take the training data, unless the user has passed others.
 

@@ -77,9 +77,9 @@ CASE = Case(
     "faults",
     lambda: mlp(nn.Dropout(0.3), kind=Trapped),
     shuffled,
-    {"max_epochs": 3, "accumulate_grad_batches": 4, "val_check_interval": 1.0},
+    {"max_epochs": 3, "accumulate_grad_batches": 4, "val_check_interval": 3},
 )
-"""Dropout draws numbers after each fault, and gradients are pending over each validation."""
+"""Dropout draws numbers after each fault, and gradients are pending over the last validation of each epoch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,3 +369,11 @@ FAULTS = (
         is_original=False,
     ),
 )
+
+ELSEWHERE = {
+    "changed_length": "tests/trainer/test_faults.py::test_data_of_another_length_are_read_anew",
+    "short_memory": "tests/trainer/test_faults.py::test_memory_that_suffices_for_few_samples_only",
+    "interrupt": "tests/trainer/test_faults.py::test_an_interrupt_stops_the_run_and_leaves_it_as_it_was",
+    "kill": "tests/unit/test_sinks_files.py::test_killed_while_writing",
+}
+"""Faults with a test of their own."""

@@ -29,21 +29,20 @@ FILES = {"suspects.csv", "influences.csv", "report.json", "mistakes.png"}
 
 
 class Look(Callback):
-    """What the callback has left behind each validation: files, processes, the report."""
+    """What the callback has left behind the last validation of each epoch: files, the report, no process."""
 
     def __init__(self, gradsim: GradSimCallback) -> None:
         self.gradsim = gradsim
-        self.files: list[dict[str, Any]] = []
-        self.reports: list[Any] = []
+        self.files: list[Any] = [None, None, None]
+        self.reports: list[Any] = [None, None, None]
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.sanity_checking:
-            assert multiprocessing.active_children() == []
-            self.files.append(read_files(Path(trainer.log_dir) / "gradsim"))
-            self.reports.append(self.gradsim.report)
+        assert multiprocessing.active_children() == []
+        self.files[trainer.current_epoch] = read_files(Path(trainer.log_dir) / "gradsim")
+        self.reports[trainer.current_epoch] = self.gradsim.report
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.files.append(read_files(Path(trainer.log_dir) / "gradsim"))
+        self.files[trainer.current_epoch] = read_files(Path(trainer.log_dir) / "gradsim")
 
 
 class Surroundings(Callback):
@@ -107,6 +106,11 @@ def assert_old_or_new(files, old, new):
         assert content in (old[name], new[name]), name
 
 
+def test_gradients_are_pending_when_things_break():
+    facts = record_baseline(CASE).points["validation 6 end"]
+    assert facts["grad", "net.4.weight"] is not None
+
+
 @EVERY
 def test_training_goes_on_as_if_nothing_was_there(trap, monkeypatch, fault: Fault):
     options = fault.plant(monkeypatch, trap)
@@ -152,7 +156,7 @@ def test_an_interrupt_stops_the_run_and_leaves_it_as_it_was(trap, monkeypatch, n
         signal.signal(signal.SIGINT, handler)
     assert around.exception is trap.error
     assert differences(around.after, around.before) == []
-    assert len(look.files) == 2
+    assert look.files[2] is None
     assert_old_or_new(look.files[1], *healthy_run("last")[2].files[:2])
 
 
@@ -187,7 +191,7 @@ class Resized(Callback):
 
 @pytest.mark.parametrize("size", [NUM_TRAIN - 20, NUM_TRAIN + 20])
 @pytest.mark.parametrize("max_train_samples", [None, 30])
-def test_data_that_change_their_length_between_validations_are_read_anew(trap, size, max_train_samples):
+def test_data_of_another_length_are_read_anew(trap, size, max_train_samples):
     data = copy.copy(make_samples(NUM_TRAIN, seed=1))
     options = {"train_data": data, "max_train_samples": max_train_samples}
     record, _, look = run(trap, options, "raise", Resized(data, size))

@@ -11,6 +11,17 @@ import torch
 from torch import nn
 
 from lightning_gradsim import Adapter, GradSimCallback
+from tests.trainer.support import (
+    NOTHING,
+    Truth,
+    assert_exact,
+    collect_warnings,
+    fit,
+    read,
+    strict,
+    train_data,
+    val_data,
+)
 
 COUNT = "Expected a whole number of at least 1."
 LAYERS = 'Expected "last", "last:3", "all", names, globs, layer types or one predicate of (name, layer).'
@@ -153,3 +164,47 @@ class TestArguments:
     @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
     def test_the_largest_seeds(self, seed):
         torch.Generator().manual_seed(GradSimCallback(seed=seed).seed)
+
+
+class TestNothingToLookAt:
+    @pytest.mark.parametrize(
+        ("options", "trainer"),
+        [
+            ({}, {"limit_val_batches": 0}),
+            ({}, {"check_val_every_n_epoch": 3}),
+            ({"every_n_epochs": 3}, {"max_epochs": 2}),
+            ({"warmup_epochs": 2}, {"max_epochs": 2}),
+            ({"every_n_steps": 100}, {}),
+        ],
+        ids=str,
+    )
+    def test_is_said(self, tmp_path, options, trainer):
+        with collect_warnings() as texts:
+            gradsim, _, _ = fit(tmp_path, strict(**options), **trainer)
+        assert gradsim.report is None
+        assert texts == [NOTHING]
+
+
+class TestMemoryBudget:
+    def test_that_does_not_suffice_for_a_sample_is_noted(self, tmp_path):
+        gradsim, module, _ = fit(tmp_path, strict(memory_budget=1))
+        (note,) = read(gradsim).notes
+        words = r"`memory_budget=1` does not suffice for one sample at a time, which takes about [\d,]+ bytes: "
+        assert re.fullmatch(words + "the pass took as much", note)
+        assert_exact(read(gradsim), Truth(module), train_data(), val_data())
+
+
+class TestTwoCallbacks:
+    def test_of_different_names(self, tmp_path):
+        other = strict(name="layers", layers="all", similarity="cosine")
+        gradsim, module, _ = fit(tmp_path, strict(), callbacks=[other])
+        assert_exact(read(gradsim), Truth(module), train_data(), val_data())
+        assert_exact(read(other), Truth(module, list(module.parameters())), train_data(), val_data())
+        for name in ("gradsim", "layers"):
+            assert (tmp_path / "run" / "version_0" / name / "report.json").exists()
+
+    def test_of_one_name(self, tmp_path):
+        # Lightning's own words, as it asks before we can.
+        words = "Found more than one stateful callback of type `GradSimCallback`.*`callback.state_key` must be unique"
+        with pytest.raises(RuntimeError, match=words):
+            fit(tmp_path, GradSimCallback(), callbacks=[GradSimCallback(layers="all")])

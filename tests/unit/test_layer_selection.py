@@ -127,7 +127,7 @@ def test_a_layer_under_two_names_is_one(module):
 
 @pytest.mark.parametrize(
     ("typed", "closest"),
-    [("head.fcc", "`head.fc`"), ("encodr.3", "`encoder.3`"), ("head.fc.bais", "`head.fc.bias`")],
+    [("head.fcc", "`head.fc`"), ("encodr.3", "`encoder.3`"), ("head.fc.bia", "`head.fc.bias`")],
 )
 def test_near_names_are_offered(module, typed, closest):
     with pytest.raises(
