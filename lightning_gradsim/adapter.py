@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gradsim.arguments import with_article
 from lightning_gradsim.batches import take_sample
 from lightning_gradsim.errors import BatchFormatError, LossError
 from lightning_gradsim.losses import LossFunction, PerSampleLoss, cross_entropy, find_loss
@@ -108,8 +109,8 @@ class Adapter:
             return batch[0], batch[1]
         form = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (list, tuple)) else type(batch).__name__
         raise BatchFormatError(
-            f"A batch is a {form}. Expected (inputs, targets) with a tensor of targets, or a mapping with a target "
-            "key. Pass an `Adapter` subclass as `adapter=`, or define `gradsim_step(batch)` on the module."
+            f"A batch is {with_article(form)}. Expected (inputs, targets) with a tensor of targets, or a mapping with "
+            "a target key. Pass an `Adapter` subclass as `adapter=`, or define `gradsim_step(batch)` on the module."
         )
 
     def forward(self, module: nn.Module, inputs: Any) -> Tensor:
@@ -129,8 +130,9 @@ class Adapter:
         logits = find_logits(output)
         if logits is None:
             raise BatchFormatError(
-                f"`{type(module).__name__}` returned a {type(output).__name__}. Expected a tensor of logits, or an "
-                "object or mapping with `logits`. Pass an `Adapter` subclass as `adapter=` that overrides `forward`."
+                f"`{type(module).__name__}` returned {with_article(type(output).__name__)}. Expected a tensor of "
+                "logits, or an object or mapping with `logits`. Pass an `Adapter` subclass as `adapter=` that "
+                "overrides `forward`."
             )
         return logits
 
@@ -273,8 +275,8 @@ class Adapter:
     def _own_step(self, module: nn.Module, result: Any) -> Step:
         if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(part, Tensor) for part in result):
             raise BatchFormatError(
-                f"`{type(module).__name__}.gradsim_step` returned a {type(result).__name__}. Expected the tuple "
-                "(logits, targets, losses) of tensors, with one loss a sample."
+                f"`{type(module).__name__}.gradsim_step` returned {with_article(type(result).__name__)}. Expected the "
+                "tuple (logits, targets, losses) of tensors, with one loss a sample."
             )
         logits, targets, losses = result
         if losses.ndim != 1 or len(losses) != len(logits):

@@ -22,6 +22,11 @@ def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"`{argument}={value!r}` is not known. Expected one of {', '.join(map(repr, choices))}.")
 
 
+def with_article(name: str) -> str:
+    """``"a str"``, ``"an int"``; the name may be in backticks."""
+    return f"{'an' if name.strip('`')[:1].lower() in tuple('aeiou') else 'a'} {name}"
+
+
 def check_type(argument: str, value: object, fits: bool, expected: str) -> None:
     """Refuse a value of a wrong type.
 
@@ -35,7 +40,7 @@ def check_type(argument: str, value: object, fits: bool, expected: str) -> None:
         TypeError: If it is not.
     """
     if not fits:
-        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. Expected {expected}.")
+        raise TypeError(f"`{argument}={value!r}` is {with_article(type(value).__name__)}. Expected {expected}.")
 
 
 def check_normalisation(mean: Sequence[float] | None, std: Sequence[float] | None) -> None:
@@ -46,14 +51,65 @@ def check_normalisation(mean: Sequence[float] | None, std: Sequence[float] | Non
         std: Standard deviation a channel.
 
     Raises:
-        ValueError: If only one is given, their lengths differ, or a deviation is not above 0.
+        ValueError: If only one is given, their lengths differ, a value is not finite, or a deviation is not above 0.
     """
     if (mean is None) != (std is None):
         raise ValueError("`mean` and `std` undo a normalisation together. Pass both or neither.")
     for argument, values in {"mean": mean, "std": std}.items():
         check_type(argument, values, is_list_of(values, Real), "a list of numbers, one a channel")
-    if mean is not None and std is not None and (len(mean) != len(std) or not all(value > 0 for value in std)):
-        raise ValueError(f"`mean={mean!r}` and `std={std!r}`. Expected one number a channel in both, `std` above 0.")
+    if mean is None or std is None:
+        return
+    if len(mean) != len(std) or not all(map(math.isfinite, [*mean, *std])) or not all(value > 0 for value in std):
+        raise ValueError(
+            f"`mean={mean!r}` and `std={std!r}`. Expected one finite number a channel in both, `std` above 0."
+        )
+
+
+def check_seed(seed: object) -> None:
+    """Refuse what cannot seed a generator of torch.
+
+    Args:
+        seed: The value.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it does not fit into 64 bits.
+    """
+    check_type("seed", seed, isinstance(seed, int) and not isinstance(seed, bool), "a whole number")
+    if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"`seed={seed}` does not fit into 64 bits. Expected a number from -2**63 to 2**64 - 1.")
+
+
+def check_folder_name(argument: str, value: object) -> None:
+    """Refuse what cannot name one folder.
+
+    Args:
+        argument: Name of the argument.
+        value: Its value.
+
+    Raises:
+        TypeError: If it is no string.
+        ValueError: If it is empty, or leads elsewhere.
+    """
+    check_type(argument, value, isinstance(value, str), "a string")
+    if isinstance(value, str) and (value in {"", ".", ".."} or "/" in value or "\\" in value):
+        raise ValueError(f"`{argument}={value!r}` cannot name a folder. Expected a non-empty string without slashes.")
+
+
+def check_names(argument: str, values: object) -> None:
+    """Refuse what is neither ``None`` nor a list of names.
+
+    Args:
+        argument: Name of the argument.
+        values: Its value.
+
+    Raises:
+        TypeError: If it is no list of strings.
+        ValueError: If it is empty.
+    """
+    check_type(argument, values, is_list_of(values, str), "a list of strings")
+    if isinstance(values, Sequence) and not values:
+        raise ValueError(f"`{argument}={values!r}` is empty. Expected one name a class, or None for the dataset's own.")
 
 
 def is_list_of(values: object, kinds: type) -> bool:
@@ -80,7 +136,7 @@ def check_count(argument: str, value: object, *, optional: bool, at_least: int =
         return
     expected = f"Expected a whole number of at least {at_least}."
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. {expected}")
+        raise TypeError(f"`{argument}={value!r}` is {with_article(type(value).__name__)}. {expected}")
     if value < at_least:
         raise ValueError(f"`{argument}={value}` is too small. {expected}")
 
@@ -100,6 +156,6 @@ def check_share(argument: str, value: object) -> None:
         return
     expected = "Expected a share of the training time, such as 0.1, or None for no limit."
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. {expected}")
+        raise TypeError(f"`{argument}={value!r}` is {with_article(type(value).__name__)}. {expected}")
     if not 0 < float(value) < math.inf:
         raise ValueError(f"`{argument}={value}` is out of range. {expected}")

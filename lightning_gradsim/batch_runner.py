@@ -79,6 +79,7 @@ class BatchRunner:
         forward_flops: Floating-point operations of a plain forward of one sample; ``None`` before the first batch, and
             where they cannot be counted.
         batch_size: Samples of the largest training batch so far.
+        needed_bytes: What one sample takes where that is more than the budget has for it, else ``None``.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class BatchRunner:
         self.portions = Portions(PROBE_ROWS)
         self.forward_flops: int | None = None
         self.batch_size = 0
+        self.needed_bytes: int | None = None
 
     def run(self, batch: Any, num_samples: int, *, predicted: bool = False) -> Iterator[Portion]:
         """Steps and factors of a batch.
@@ -266,6 +268,7 @@ class BatchRunner:
         elements = sum(part.num_elements for part in factors.values()) / number
         per_sample = meter.num_bytes / number + 2 * self._largest + 2 * 4 * elements
         fitting = int(BATCH_SHARE * self.memory_budget / max(1.0, per_sample))
+        self.needed_bytes = None if fitting else int(per_sample / BATCH_SHARE)
         if not self.portions.was_halved:
             self.portions.size = max(1, fitting)
 

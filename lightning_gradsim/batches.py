@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gradsim.arguments import with_article
 from lightning_gradsim.errors import BatchFormatError
 
 
@@ -214,8 +215,8 @@ def _map(batch: Any, leaf: Callable[[Any], Any], leaves: Callable[[Sequence[Any]
         items = [_map(item, leaf, leaves) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     raise BatchFormatError(
-        f"A batch holds a `{type(batch).__name__}`, which cannot be cut into samples. Expected tensors, numbers and "
-        "strings in mappings, lists and tuples. Return those from the dataset's `collate_fn`."
+        f"A batch holds {with_article(f'`{type(batch).__name__}`')}, which cannot be cut into samples. Expected "
+        "tensors, numbers and strings in mappings, lists and tuples. Return those from the dataset's `collate_fn`."
     )
 
 

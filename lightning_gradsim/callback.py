@@ -20,10 +20,12 @@ from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.arguments import (
     check_choice,
     check_count,
+    check_folder_name,
+    check_names,
     check_normalisation,
+    check_seed,
     check_share,
     check_type,
-    is_list_of,
 )
 from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
@@ -145,17 +147,17 @@ class GradSimCallback(Callback):
             "memory_budget": memory_budget,
         }.items():
             check_count(argument, value, optional=argument in ("max_train_samples", "memory_budget"))
-        check_type("name", name, isinstance(name, str), "a string")
-        check_type("seed", seed, isinstance(seed, int), "a whole number")
-        check_type("loss_fn", loss_fn, loss_fn is None or callable(loss_fn), "a criterion or a function")
-        check_type("class_names", class_names, is_list_of(class_names, str), "a list of strings")
-        if name in {"", ".", ".."} or "/" in name or "\\" in name:
-            raise ValueError(f"`name={name!r}` cannot name a folder. Expected a non-empty string without slashes.")
+        check_folder_name("name", name)
+        check_seed(seed)
+        is_loss = loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))
+        check_type("loss_fn", loss_fn, is_loss, "an instance of a criterion, or a function")
+        check_names("class_names", class_names)
         check_normalisation(mean, std)
-        if adapter is not None and not isinstance(adapter, Adapter):
-            raise TypeError(f"`adapter` is a {type(adapter).__name__}. Expected an instance of an `Adapter` subclass.")
+        is_adapter = adapter is None or isinstance(adapter, Adapter)
+        check_type("adapter", adapter, is_adapter, "an instance of an `Adapter` subclass")
         check_share("time_budget", time_budget)
-        check_type("final_pass", final_pass, isinstance(final_pass, bool), "True or False")
+        for argument, flag in {"final_pass": final_pass, "show_teachers": show_teachers}.items():
+            check_type(argument, flag, isinstance(flag, bool), "True or False")
         self.name, self.on_error = name, on_error
         self.num_queries, self.query_policy, self.seed = num_queries, query_policy, seed
         self.loss_fn, self.adapter = loss_fn, adapter or Adapter()
@@ -174,7 +176,7 @@ class GradSimCallback(Callback):
         self._collector: QueryCollector | None = None
         self._waiting: QueryCollector | None = None  # of the latest validation, in case it turns out to be the last
         self._batch_idx = -1
-        self._num_read = self._last_step = self._num_passed_over = 0
+        self._num_read = self._last_step = self._num_passed_over = self._num_due = 0
         self._stage = ""
 
     @staticmethod
@@ -254,6 +256,7 @@ class GradSimCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what depends on the training data, before any time is spent on it."""
         self._clock.start_run()
+        self._num_due = 0
         self._budget = TimeBudget(self.time_budget, self._clock)
         self._reporter.set_source(trainer.train_dataloader)
 
@@ -282,6 +285,7 @@ class GradSimCallback(Callback):
         self._collector = self._waiting = None
         if not self._is_due(trainer):
             return
+        self._num_due += 1
         if trainer.state.fn == "validate":
             self._check_module(pl_module)
         else:
@@ -328,6 +332,12 @@ class GradSimCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last validation, where only now it is known that it was the last (early stopping)."""
         collector, self._waiting = self._waiting, None
+        if not self._num_due:
+            self._failures.warn_once(
+                "no validation of this run was one to look at, so nothing was explained. Check that `fit` has "
+                "validation data, and that the schedule (`every_n_epochs=`, `every_n_steps=`, `warmup_epochs=`) meets "
+                "one"
+            )
         if collector is not None:
             self._clock.start_validation()
             self._explain(trainer, pl_module, collector, in_full=self.final_pass)
@@ -420,6 +430,9 @@ class GradSimCallback(Callback):
     ) -> None:
         report, kept = self._reporter.make_report(parts, selection)
         own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
+        unseen = bridge.unseen_note(trainer) if self._reporter.follows_training else None
+        if unseen is not None:
+            own_notes.append(unseen)
         if self._num_passed_over:
             number = f"{self._num_passed_over} earlier validation{'s were' if self._num_passed_over > 1 else ' was'}"
             own_notes.append(f"{number} passed over to keep within `time_budget={self.time_budget}`")

@@ -60,6 +60,7 @@ class PassResult:
         num_samples: Training samples scored.
         plan: How it was computed; ``None`` without training samples.
         ran_short: Whether memory did not suffice for what was planned, so that smaller pieces were taken.
+        needed_bytes: What a pass takes at least where that is more than the budget, else ``None``.
     """
 
     layers: tuple[str, ...]
@@ -69,6 +70,7 @@ class PassResult:
     num_samples: int
     plan: Plan | None
     ran_short: bool
+    needed_bytes: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +87,7 @@ class ShardResult:
         suspects: The training samples of this shard.
         plan: How it was computed; ``None`` without training samples.
         ran_short: Whether memory did not suffice for what was planned.
+        needed_bytes: As for ``PassResult``.
     """
 
     layers: tuple[str, ...]
@@ -94,6 +97,7 @@ class ShardResult:
     suspects: SuspectTable
     plan: Plan | None
     ran_short: bool
+    needed_bytes: int | None = None
 
 
 def run_pass(
@@ -171,7 +175,7 @@ def score_shard(
     scores, ids = (values.cpu() for values in scorer.top.compute())
     ran_short = scorer.ran_short or runner.portions.was_halved
     records = None if queries is None else queries.records
-    return ShardResult(tuple(names), records, scores, ids, suspects, plan, ran_short)
+    return ShardResult(tuple(names), records, scores, ids, suspects, plan, ran_short, runner.needed_bytes)
 
 
 def merge_shards(shards: Sequence[ShardResult], settings: EngineSettings) -> PassResult:
@@ -201,7 +205,8 @@ def merge_shards(shards: Sequence[ShardResult], settings: EngineSettings) -> Pas
         reports = dict(query_reports(all_records[0].only(common), best, suspects, settings.top_k))
     plan = next((shard.plan for shard in shards if shard.plan is not None), None)
     ran_short = any(shard.ran_short for shard in shards)
-    return PassResult(shards[0].layers, reports, suspects, has_teachers, len(suspects), plan, ran_short)
+    needed = max((shard.needed_bytes for shard in shards if shard.needed_bytes is not None), default=None)
+    return PassResult(shards[0].layers, reports, suspects, has_teachers, len(suspects), plan, ran_short, needed)
 
 
 def _smallest_id(shard: ShardResult) -> int:

@@ -105,6 +105,7 @@ class Reference:
         class_names: The ``classes`` of the dataset, if it has any.
         notes: What limits a report against them.
         seed: Seed of the order in which passes over a part take turns.
+        length: Length of the dataset when it was looked at.
     """
 
     reader: SampleReader
@@ -113,6 +114,15 @@ class Reference:
     class_names: tuple[str, ...] | None
     notes: tuple[str, ...]
     seed: int
+    length: int
+
+    @property
+    def change(self) -> str | None:
+        """What has become of the length of the dataset since, in words; ``None`` where nothing has."""
+        now = _length(self.reader.dataset)
+        if now == self.length:
+            return None
+        return f"the training data have {now:,} samples now, and had {self.length:,} at the last report"
 
     def in_turn(self, start: int) -> SampleReader:
         """All samples in a random order, beginning at one of its places: any part of it is a fair sample.
@@ -170,7 +180,8 @@ def make_reference(
         reader = reader.choose(stratified_indices(labels, total, max_train_samples, seed))
         how = "at random" if labels is None else "by class"
         words = f"{max_train_samples:,} of {total:,} training samples, chosen {how}"
-    return Reference(reader, words, augmented, _class_names(reader.dataset), tuple(notes), seed)
+    length = _length(reader.dataset)
+    return Reference(reader, words, augmented, _class_names(reader.dataset), tuple(notes), seed, length)
 
 
 def score_part(
@@ -241,6 +252,13 @@ def make_report(
     notes = [*reference.notes, *_notes(selection, queries, has_teachers=result.has_teachers or not queries)]
     if result.ran_short:
         notes.append(RAN_SHORT)
+    if result.needed_bytes is not None:
+        notes.append(
+            f"`memory_budget={settings.memory_budget}` does not suffice for one sample at a time, which takes about "
+            f"{result.needed_bytes:,} bytes: the pass took as much"
+            if settings.memory_budget is not None
+            else f"one sample at a time takes about {result.needed_bytes:,} bytes, more than a quarter of what is free"
+        )
     words, total = reference.words, len(reference.reader)
     if result.num_samples < total:
         words = f"{result.num_samples:,} of {total:,} training samples, as many as the time budget allows"
@@ -324,6 +342,10 @@ def _read_labels(reader: SampleReader, adapter: Adapter) -> Tensor | None:
     except BatchFormatError:  # only the module's own `gradsim_step` reads these batches
         return None
     return labels if labels.ndim == 1 and not labels.is_floating_point() else None
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset)
 
 
 def _class_names(dataset: Any) -> tuple[str, ...] | None:

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_gradsim.arguments import with_article
 from lightning_gradsim.errors import LayerSelectionError
 
 LayerSpec = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Sequence["str | type[nn.Module]"]
@@ -80,7 +81,7 @@ def check_layer_spec(spec: LayerSpec) -> None:
         parts = (spec,)
     for part in parts:
         if not isinstance(part, str) and not (isinstance(part, type) and issubclass(part, nn.Module)):
-            raise TypeError(f"`layers={spec!r}` holds a {type(part).__name__}. {FORMS}")
+            raise TypeError(f"`layers={spec!r}` holds {with_article(type(part).__name__)}. {FORMS}")
     if isinstance(spec, str) and spec.startswith("last:") and _number_of_last(spec) is None:
         raise ValueError(f'`layers={spec!r}` names no number. Expected "last:" and a whole number of at least 1.')
 
@@ -155,8 +156,9 @@ def _number_of_last(spec: LayerSpec) -> int | None:
 def _last(module: nn.Module, number: int, called: Sequence[str]) -> tuple[str, ...]:
     if not called:
         raise LayerSelectionError(
-            f"No trainable layer of `{type(module).__name__}` was called with gradients on in the forward pass, so "
-            'there is no last one. Pass `layers=` by name, and check that `forward` does not run under "no_grad".'
+            f"The forward pass of `{type(module).__name__}` called none of its trainable layers with gradients on "
+            f"({_listed(trainable_layers(module))}), so there is no last one. Choose by name, which also finds "
+            'parameters that are used without calling their layer, and check that `forward` sets no "no_grad".'
         )
     if number > len(called):
         raise LayerSelectionError(
@@ -212,12 +214,15 @@ def _no_match(module: nn.Module, part: str, layers: Mapping[str, nn.Module]) -> 
             f"Parameter `{part}` is frozen, so it has no gradient. Set `requires_grad`, or choose among "
             f"{_listed(layers)}."
         )
-    closest = difflib.get_close_matches(part, list(layers), n=3, cutoff=0.4)
+    parameters = [full for name, layer in layers.items() for full in _full_names(name, list(own_parameters(layer)))]
+    closest = difflib.get_close_matches(part, [*filter(None, layers), *parameters], n=3, cutoff=0.4)
+    if closest and closest[0] in layers:
+        closest = [name for name in closest if name in layers]
     hint = (
         f"Closest: {', '.join(f'`{name}`' for name in closest)}" if closest else f"Trainable layers: {_listed(layers)}"
     )
     return (
-        f"`layers={part!r}` matches no layer of `{type(module).__name__}`. {hint}. "
+        f"`layers={part!r}` matches no layer or parameter of `{type(module).__name__}`. {hint}. "
         "`GradSimCallback.available_layers(model)` lists all."
     )
 

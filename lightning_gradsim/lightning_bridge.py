@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -22,6 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from lightning_gradsim.errors import BatchFormatError
@@ -178,8 +180,9 @@ def batch_mover(trainer: Trainer, module: LightningModule) -> Callable[[Any], An
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise BatchFormatError(
                 f"The transfer hooks of `{type(hook_owner).__name__}` failed on a batch of `train_data=`, with "
-                f"{type(error).__name__}: {error}. Training gives them batches of several loaders. Let them return "
-                "batches of one loader, which are pairs or mappings of tensors, in the form that `forward` takes."
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Training gives them batches of several loaders. "
+                "Let them return batches of one loader, which are pairs or mappings of tensors, in the form that "
+                "`forward` takes."
             ) from error
 
     return move_from_one_loader if isinstance(trainer.train_dataloader, (Mapping, list, tuple)) else move
@@ -310,6 +313,28 @@ def moment_of(trainer: Trainer, batch_idx: int) -> Moment:
     else:  # epochs without a length, or validations by time
         ends_run = ends_epoch and trainer.current_epoch + every_n >= max_epochs
     return Moment(trainer.current_epoch, trainer.global_step, ends_epoch, ends_run)
+
+
+def unseen_note(trainer: Trainer) -> str | None:
+    """What to say of a run that trains on some batches of its loader only.
+
+    Args:
+        trainer: The trainer.
+
+    Returns:
+        The note, or ``None`` where training reads the whole loader, or that cannot be told.
+    """
+    loader = trainer.train_dataloader
+    if trainer.state.fn != "fit" or is_trial_run(trainer) or not isinstance(loader, DataLoader):
+        return None
+    total = sized_len(loader)
+    if total is None or trainer.num_training_batches >= total:
+        return None
+    which = "overfit_batches" if getattr(trainer, "overfit_batches", 0) else "limit_train_batches"
+    return (
+        f"`{which}` lets training see {trainer.num_training_batches} of {total} batches an epoch: samples that it does "
+        "not see are compared with all the same; pass `train_data=` with those that it sees"
+    )
 
 
 def loss_of_outputs(outputs: Any, accumulate_grad_batches: int) -> torch.Tensor | None:

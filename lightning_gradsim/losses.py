@@ -124,8 +124,8 @@ class PerSampleLoss:
         except (TypeError, ValueError, RuntimeError) as error:
             raise LossError(
                 f"The loss from {self.source} failed on outputs of shape {tuple(logits.shape)} ({logits.dtype}) and "
-                f"targets of shape {tuple(targets.shape)} ({targets.dtype}): {error}. Pass `loss_fn=` to "
-                "`GradSimCallback`, a function of (outputs, targets) that returns one loss a sample."
+                f"targets of shape {tuple(targets.shape)} ({targets.dtype}): {str(error).rstrip('.')}. Pass `loss_fn=` "
+                "to `GradSimCallback`, a function of (outputs, targets) that returns one loss a sample."
             ) from error
         if values.ndim == 0 or values.shape[0] != logits.shape[0]:
             raise LossError(

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import copy_batch
+from lightning_gradsim.errors import LabelRangeError
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.queries import QuerySelection
 from lightning_gradsim.train_pass import SampleReader, ids_in_order, make_reader
@@ -84,10 +85,14 @@ class QueryCollector:
         dataloader_idx: int,
         forward_context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
+        start, ids = self._num_seen[dataloader_idx], self._ids[dataloader_idx]
         with evaluating(module), forward_context():
             batch = copy_batch(batch)  # in `trainer.validate` it is made of inference tensors
-            step = adapter.step(module, batch)
-        start = self._num_seen[dataloader_idx]
+            try:
+                step = adapter.step(module, batch)
+            except LabelRangeError as error:
+                places = [start + row for row in error.rows]
+                named = f"samples {ids[places].tolist()}" if ids is not None else f"samples at places {places}"
+                raise LabelRangeError(f"Validation {named} of loader {dataloader_idx}: {error}", error.rows) from error
         stop = self._num_seen[dataloader_idx] = start + len(step.losses)
-        ids = self._ids[dataloader_idx]
         self._selection.update(adapter, batch, step, None if ids is None else ids[start:stop], dataloader_idx)

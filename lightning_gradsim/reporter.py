@@ -74,12 +74,18 @@ class Reporter:
         self._warn = warn
         self._source: Any = None
         self._reference: Reference | None = None
+        self._change: str | None = None
         self._logged_plan = ""
 
     @property
     def has_source(self) -> bool:
         """Whether there is anything to compare with."""
         return self._source is not None
+
+    @property
+    def follows_training(self) -> bool:
+        """Whether the training data are the trainer's own."""
+        return self._settings.train_data is None
 
     def set_source(self, source: Any) -> None:
         """Take the training data, unless the user has passed others.
@@ -122,7 +128,8 @@ class Reporter:
             What was found.
         """
         own = self._settings
-        if self._reference is None:
+        self._change = None if self._reference is None else self._reference.change
+        if self._reference is None or self._change is not None:
             self._reference = make_reference(self._source, adapter, own.max_train_samples, own.seed, num_trial_batches)
             if self._reference.augmented:
                 self._warn(AUGMENTED)
@@ -141,7 +148,11 @@ class Reporter:
         own = self._settings
         assert self._reference is not None
         report, kept = make_report(parts, selection, self._reference, own.engine)
-        return report if own.class_names is None else replace(report, class_names=tuple(own.class_names)), kept
+        if self._change is not None:
+            report = replace(report, notes=(*report.notes, self._change))
+        if own.class_names is not None:
+            report = replace(report, class_names=tuple(own.class_names))
+        return report, kept
 
     def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> NDArray[np.uint8]:
         """The panel of a report.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -25,10 +26,14 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lightning_gradsim.arguments import with_article
 from lightning_gradsim.batches import tensors_of
 from lightning_gradsim.errors import TrainingDataError
 
 WAY_OUT = "Pass a map-style dataset or a `DataLoader` over one as `train_data=` to `GradSimCallback`."
+FROM_WORKER = "Caught "
+"""How torch begins the message of an exception that a worker has raised."""
+REPAIR = "Repair it, or pass other training data as `train_data=` to `GradSimCallback`."
 DEFAULT_BATCH_SIZE = 64
 RUNS_A_SHARE = 4
 """Runs of neighbours that a process's share has at least."""
@@ -95,19 +100,50 @@ class SampleReader:
     def batches(self) -> Iterator[tuple[Tensor, Any]]:
         """All samples in order.
 
-        Returns:
+        Yields:
             Pairs of sample ids ``[B]`` and the collated batch, on the CPU.
+
+        Raises:
+            TrainingDataError: If the dataset fails; the sample is named.
         """
         if not len(self):
-            return iter(())
-        loader: DataLoader[Any] = DataLoader(
+            return
+        batches = iter(self._loader(self.positions, self.batch_size, self.options))
+        for start, ids in zip(range(0, len(self), self.batch_size), self.ids.split(self.batch_size), strict=True):
+            try:
+                batch = next(batches)
+            except Exception as error:
+                # Its workers end now: left to the garbage collector, they wait for five seconds.
+                del batches
+                clear_frames(error.__traceback__)
+                raise TrainingDataError(self._what_failed(start, error)) from error
+            yield ids, batch
+
+    def _loader(self, positions: Tensor, batch_size: int, options: Mapping[str, Any]) -> DataLoader[Any]:
+        return DataLoader(
             self.dataset,
-            batch_sampler=BatchSampler(self.positions.tolist(), self.batch_size, drop_last=False),
+            batch_sampler=BatchSampler(positions.tolist(), batch_size, drop_last=False),
             # Worker seeds come from here; without it they would be drawn from the global generator.
             generator=torch.Generator().manual_seed(0),
-            **self.options,
+            **options,
         )
-        return zip(self.ids.split(self.batch_size), loader, strict=True)
+
+    def _what_failed(self, start: int, error: Exception) -> str:
+        """Which sample it is: they are read once more, one at a time."""
+        kind, num_workers = f"`{type(self.dataset).__name__}`", self.options["num_workers"]
+        # A worker that dies says nothing of where, and may have been some batches ahead.
+        num_batches = 1 if str(error).startswith(FROM_WORKER) else 1 + 2 * num_workers
+        rows = slice(start, start + self.batch_size * num_batches)
+        one_ahead = {"num_workers": 1, "prefetch_factor": 1} if num_workers else {}
+        sample_ids = iter(self.ids[rows].tolist())
+        try:
+            for _ in self._loader(self.positions[rows], 1, {**self.options, **one_ahead}):
+                next(sample_ids)
+        except Exception as own:
+            clear_frames(own.__traceback__)
+            return f"Sample {next(sample_ids)} of {kind} cannot be read: {_in_words(own)}. {REPAIR}"
+        ids = self.ids[start : start + self.batch_size].tolist()
+        return f"Samples {ids[:10]} of {kind} can be read one by one, but not as a batch: {_in_words(error)}. {REPAIR}"
 
     def lookup(self, sample_ids: Sequence[int]) -> SampleReader:
         """A reader of the given samples, one a batch.
@@ -149,8 +185,8 @@ def make_reader(source: Any, name: str = "the training data", batch_size: int | 
         dataset
     ):
         raise TrainingDataError(
-            f"{_capital(name)} is a `{type(source).__name__}`. Expected one `DataLoader` or map-style dataset. "
-            f"{WAY_OUT}"
+            f"{_capital(name)} is {with_article(f'`{type(source).__name__}`')}. Expected one `DataLoader` or map-style "
+            f"dataset. {WAY_OUT}"
         )
     if loader is not None and loader.batch_sampler is None:
         raise TrainingDataError(
@@ -365,6 +401,12 @@ def _is_collection(source: Any) -> bool:
     if isinstance(source, (Mapping, str)):
         return True
     return isinstance(source, (list, tuple)) and any(isinstance(part, (DataLoader, Dataset)) for part in source)
+
+
+def _in_words(error: Exception) -> str:
+    text = str(error).strip().rstrip(".")
+    # A worker sends its traceback as the message, whose last line is what was raised.
+    return text.splitlines()[-1] if text.startswith(FROM_WORKER) else f"{type(error).__name__}: {text}"
 
 
 def _capital(text: str) -> str:

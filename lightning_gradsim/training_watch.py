@@ -16,7 +16,6 @@ from lightning_gradsim.in_run import InRun
 from lightning_gradsim.loss_check import LossCheck
 from lightning_gradsim.report import SuspectTable
 from lightning_gradsim.sample_id_recorder import SampleIdRecorder
-from lightning_gradsim.schedule import Moment
 from lightning_gradsim.supervision import Supervisor
 
 
@@ -176,9 +175,7 @@ class TrainingWatch:
         self.remove()
         self._ids.detach()
 
-    def _begin_tap(
-        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, in_run: InRun
-    ) -> None:
+    def _begin_tap(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, in_run: InRun) -> None:
         _, targets = self._adapter.split(batch)
         loaders = bridge.flatten_loaders(trainer.train_dataloader)
         ids = self._ids.find_ids(loaders, batch, batch_idx, len(targets))

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gradsim import PerSampleGradients
 from lightning_gradsim.rules import find_rule, registry
 from tests.noninterference.cases import CASES
+from tests.trainer.faults import ELSEWHERE, FAULTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,13 +59,25 @@ def test_the_rule_of_the_page_on_layers(monkeypatch):
     torch.testing.assert_close(found["0.weight"], torch.stack(expected))
 
 
-def test_the_page_of_promises_names_every_configuration():
-    text = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-    table = text.partition("## In which configurations")[2].partition("## ")[0]
-    named = [
+def first_column(page, heading):
+    """Names in the first column of the table under a heading."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    table = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return [
         name
         for line in table.splitlines()
         if line.startswith("|")
         for name in re.findall(r"`(.+?)`", line.split("|")[1])
     ]
+
+
+def test_the_page_of_promises_names_every_configuration():
+    named = first_column("promises.md", "In which configurations")
     assert sorted(named) == sorted(case.name for case in CASES)
+
+
+def test_the_page_of_promises_names_every_fault():
+    named = first_column("promises.md", "When something fails")
+    assert sorted(named) == sorted([*(fault.name for fault in FAULTS), *ELSEWHERE])
+    for path, _, name in (place.partition("::") for place in ELSEWHERE.values()):
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")

@@ -61,9 +61,9 @@ def write_tensorboard(
         tag_prefix: Beginning of every tag, without the slash.
     """
     step = report.step
-    if panel is not None:
-        writer.file_writer.add_summary(_image_summary(f"{tag_prefix}/mistakes", panel), step)
     writer.add_text(f"{tag_prefix}/mistakes", mistakes_markdown(report), global_step=step)
+    if panel is not None:  # behind the text, which opens a writer that was closed
+        writer.file_writer.add_summary(_image_summary(f"{tag_prefix}/mistakes", panel), step)
     writer.add_text(f"{tag_prefix}/suspects", suspects_markdown(report), global_step=step)
     writer.add_scalar(f"{tag_prefix}/errors", report.num_errors, global_step=step)
     writer.add_scalar(f"{tag_prefix}/suspects_flagged", report.suspects.num_flagged, global_step=step)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.arguments import with_article
 from lightning_gradsim.batches import map_tensors
 from lightning_gradsim.errors import (
     GradSimError,
@@ -180,9 +181,12 @@ def _as_found(module: nn.Module, *, evaluate: bool) -> Iterator[None]:
 
 def _check_arguments(module: object, adapter: object, num_samples: object, step_size: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"`module` is a {type(module).__name__}. Expected an `nn.Module`, such as a LightningModule.")
+        raise TypeError(
+            f"`module` is {with_article(type(module).__name__)}. Expected an `nn.Module`, such as a LightningModule."
+        )
     if adapter is not None and not isinstance(adapter, Adapter):
-        raise TypeError(f"`adapter` is a {type(adapter).__name__}. Expected an instance of an `Adapter` subclass.")
+        kind = with_article(type(adapter).__name__)
+        raise TypeError(f"`adapter` is {kind}. Expected an instance of an `Adapter` subclass.")
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 2:
         raise ValueError(f"`num_samples={num_samples!r}` is too few to compare. Expected a whole number of at least 2.")
     if step_size is not None and (not isinstance(step_size, (int, float)) or not 0 < step_size < 1):

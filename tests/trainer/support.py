@@ -144,6 +144,19 @@ def fit(
     return gradsim, module, recorder
 
 
+NOTHING = (
+    "`GradSimCallback`: no validation of this run was one to look at, so nothing was explained. Check that `fit` has "
+    "validation data, and that the schedule (`every_n_epochs=`, `every_n_steps=`, `warmup_epochs=`) meets one."
+)
+
+
+class Untouched(Callback):
+    """Fails if a training step is reached."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        raise AssertionError("training has started")
+
+
 @contextmanager
 def collect_warnings() -> Iterator[list[str]]:
     """The texts of our own warnings; all others stay errors.

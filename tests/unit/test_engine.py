@@ -407,7 +407,9 @@ def test_batches_are_let_go(monkeypatch):
 
 
 def test_errors_are_of_the_package():
-    with pytest.raises(GradSimError, match=r"`layers='headd'` matches no layer of `Net`\. Closest: `head`"):
+    with pytest.raises(
+        GradSimError, match=r"`layers='headd'` matches no layer or parameter of `Net`\. Closest: `head`"
+    ):
         run(Net(nn.Linear(FEATURES, CLASSES)), None, samples(5), layers="headd")
 
 

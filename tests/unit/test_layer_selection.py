@@ -105,7 +105,7 @@ def test_parametrizations_belong_to_their_layer():
 
 
 def test_no_layer_was_called(module):
-    with pytest.raises(LayerSelectionError, match=r'No trainable layer of `Classifier` was called.*"no_grad"'):
+    with pytest.raises(LayerSelectionError, match=r'`Classifier` called none of its trainable.*"no_grad"'):
         select_layers(module, "last", [])
 
 
@@ -125,9 +125,14 @@ def test_a_layer_under_two_names_is_one(module):
     assert tuple(trainable_layers(module)) == ALL
 
 
-@pytest.mark.parametrize(("typed", "closest"), [("head.fcc", "`head.fc`"), ("encodr.3", "`encoder.3`")])
+@pytest.mark.parametrize(
+    ("typed", "closest"),
+    [("head.fcc", "`head.fc`"), ("encodr.3", "`encoder.3`"), ("head.fc.bia", "`head.fc.bias`")],
+)
 def test_near_names_are_offered(module, typed, closest):
-    with pytest.raises(LayerSelectionError, match=rf"`layers='{typed}'` matches no layer of `Classifier`") as caught:
+    with pytest.raises(
+        LayerSelectionError, match=rf"`layers='{typed}'` matches no layer or parameter of `Classifier`"
+    ) as caught:
         select_layers(module, typed)
     message = str(caught.value)
     assert closest in message.split("Closest: ")[1]
@@ -180,10 +185,10 @@ def test_an_empty_choice(spec):
 
 @pytest.mark.parametrize(
     ("spec", "kind"),
-    [(3, "int"), (None, "NoneType"), (["head", 3], "int"), (int, "type"), ([lambda n, m: 1], "function")],
+    [(3, "an int"), (None, "a NoneType"), (["head", 3], "an int"), (int, "a type"), ([lambda n, m: 1], "a function")],
 )
 def test_wrong_types_are_named(spec, kind):
-    with pytest.raises(TypeError, match=rf"holds a {kind}\. Expected \"last\", \"last:3\", \"all\", names, globs"):
+    with pytest.raises(TypeError, match=rf"holds {kind}\. Expected \"last\", \"last:3\", \"all\", names, globs"):
         check_layer_spec(spec)
 
 

@@ -1,9 +1,12 @@
 """Files: complete, readable by others, and never half written."""
 
 import csv
+import errno
 import io
 import json
+import multiprocessing
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +25,16 @@ from lightning_gradsim.report import (
 )
 from lightning_gradsim.sinks import files
 from lightning_gradsim.sinks.files import save_png_atomically, write_report_files, write_text_atomically
+
+needs_fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="processes are spawned")
+
+
+def in_child(work, *arguments):
+    """Exit code of a forked process that does this, minus the number of the signal that ended it."""
+    child = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 def make_report(num_suspects=3, loss=1.5):
@@ -133,3 +146,76 @@ def test_png(tmp_path):
     path = save_png_atomically(pixels, tmp_path / "new" / "panel.png")
     with Image.open(path) as image:
         np.testing.assert_array_equal(np.asarray(image), pixels)
+
+
+@needs_fork
+@pytest.mark.parametrize("moment", ["before the flush", "before the rename", "behind the rename"])
+def test_killed_while_writing(tmp_path, monkeypatch, moment):
+    """SIGKILL leaves the old file or the new one, and at most a hidden file beside it that nothing reads."""
+    path = write_text_atomically("old", tmp_path / "report.json")
+    owner, name = (os, "fsync") if moment == "before the flush" else (Path, "replace")
+    original = getattr(owner, name)
+
+    def kill(*arguments):
+        if moment == "behind the rename":
+            original(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(owner, name, kill)
+    assert in_child(write_text_atomically, "new", path) == -signal.SIGKILL
+    monkeypatch.undo()
+    assert path.read_text(encoding="utf-8") == ("new" if moment == "behind the rename" else "old")
+    left = [each.name for each in tmp_path.iterdir() if each != path]
+    assert len(left) == (moment != "behind the rename")
+    assert all(name.startswith(".report.json.") and name.endswith(".tmp") for name in left)
+    write_text_atomically("newer", path)
+    assert path.read_text(encoding="utf-8") == "newer"
+
+
+@needs_fork
+def test_a_disk_that_takes_a_part_only(tmp_path):
+    """The kernel itself refuses the rest of the file."""
+    path = write_text_atomically("old", tmp_path / "report.json")
+
+    resource = pytest.importorskip("resource")
+
+    def write():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        try:
+            write_text_atomically("new" * 1000, path)
+        except OSError as error:
+            os._exit(error.errno)
+
+    assert in_child(write) == errno.EFBIG
+    assert path.read_text(encoding="utf-8") == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_device(tmp_path, monkeypatch):
+    path = write_text_atomically("old", tmp_path / "report.json")
+    open_path = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode: open_path(Path("/dev/full"), mode.replace("x", "w")))
+    with pytest.raises(OSError, match="No space left on device"):
+        write_text_atomically("new", path)
+    monkeypatch.undo()
+    assert path.read_text(encoding="utf-8") == "old"
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="permissions of POSIX, which do not bind root")
+def test_a_folder_without_write_permission(tmp_path):
+    path = write_text_atomically("old", tmp_path / "gradsim" / "report.json")
+    path.parent.chmod(0o500)
+    try:
+        with pytest.raises(PermissionError):
+            write_text_atomically("new", path)
+    finally:
+        path.parent.chmod(0o700)
+    assert path.read_text(encoding="utf-8") == "old"
+
+
+def test_a_folder_whose_place_is_taken(tmp_path):
+    (tmp_path / "gradsim").write_text("a file")
+    with pytest.raises(FileExistsError):
+        write_text_atomically("new", tmp_path / "gradsim" / "report.json")
+    assert (tmp_path / "gradsim").read_text() == "a file"

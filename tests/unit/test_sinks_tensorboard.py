@@ -70,3 +70,12 @@ def test_what_is_not_known_is_left_out(tmp_path, report, panel, missing):
         "suspects/text_summary",
     }
     assert written == {f"x/{tag}" for tag in everything} - {missing}
+
+
+def test_a_writer_that_was_closed_is_opened_again(tmp_path):
+    """Loggers close theirs at the end of every fit."""
+    writer = SummaryWriter(str(tmp_path))
+    writer.close()
+    write_tensorboard(writer, make_report(), PANEL)
+    writer.close()
+    assert EventAccumulator(str(tmp_path)).Reload().Images("gradsim/mistakes")[0].step == 120

@@ -1,6 +1,8 @@
 """Reading training samples by id: any nesting, any loader of the user's, nothing of it touched."""
 
+import multiprocessing
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -399,7 +401,7 @@ def test_ids_under_a_distributed_batch_sampler_of_their_own():
         ([DataLoader(BASE), DataLoader(BASE)], r"is a `list`\. Expected one `DataLoader`"),
         ({"a": DataLoader(BASE)}, r"is a `dict`"),
         (iter([1]), r"is a `list_iterator`"),
-        (7, r"is a `int`"),
+        (7, r"is an `int`"),
         ("train.csv", r"is a `str`"),
         (DataLoader(BASE, batch_size=None), r"is a `DataLoader` with `batch_size=None`"),
         (Subset(BASE, []), r"has no samples"),
@@ -420,3 +422,48 @@ def test_the_name_of_the_source_is_used():
 def test_plain_lists_are_datasets():
     reader = make_reader([(torch.tensor([1.0]), 0), (torch.tensor([2.0]), 1)])
     assert len(reader) == 2
+
+
+class Broken(Counting):
+    """Fails for some samples, in a worker or here."""
+
+    def __init__(self, *broken, number=40, longer=None):
+        super().__init__(number)
+        self.broken, self.longer = broken, longer
+
+    def __getitem__(self, index):
+        if index in self.broken:
+            raise FileNotFoundError(2, "No such file or directory", f"{index}.png")
+        return torch.zeros(2 if index == self.longer else 1), 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("broken", [(17,), (0,), (39, 38), (7, 5)])
+def test_a_sample_that_cannot_be_read_is_named(num_workers, broken):
+    reader = make_reader(Subset(Broken(*(i + 1 for i in broken), number=42), range(1, 41)), batch_size=4)
+    reader = replace(reader, options={**reader.options, "num_workers": num_workers})
+    name = min(broken) + 1
+    words = (
+        f"^Sample {name} of `Subset` cannot be read: FileNotFoundError: .* No such file or directory: '{name}.png'. "
+    )
+    with pytest.raises(TrainingDataError, match=words + "Repair it, or pass other.*`train_data=`") as caught:
+        list(reader.batches())
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert multiprocessing.active_children() == []
+
+
+def test_samples_of_different_shapes_are_no_batch():
+    reader = make_reader(Broken(32, longer=30), batch_size=8)
+    words = (  # the worker is at sample 32 by then, which fails too
+        r"^Samples \[24, 25, 26, 27, 28, 29, 30, 31\] of `Broken` can be read one by one, but not as a batch: Runtime"
+    )
+    with pytest.raises(TrainingDataError, match=words):
+        list(reader.batches())
+
+
+def test_a_reader_that_is_left_early_leaves_no_worker():
+    batches = make_reader(Broken(), batch_size=2).batches()
+    next(batches)
+    assert multiprocessing.active_children()
+    batches.close()
+    assert multiprocessing.active_children() == []

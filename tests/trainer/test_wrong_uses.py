@@ -1,0 +1,210 @@
+"""Every argument that cannot work is refused with a message that names it, what was expected, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_gradsim import Adapter, GradSimCallback
+from tests.trainer.support import (
+    NOTHING,
+    Truth,
+    assert_exact,
+    collect_warnings,
+    fit,
+    read,
+    strict,
+    train_data,
+    val_data,
+)
+
+COUNT = "Expected a whole number of at least 1."
+LAYERS = 'Expected "last", "last:3", "all", names, globs, layer types or one predicate of (name, layer).'
+SHARE = "Expected a share of the training time, such as 0.1, or None for no limit."
+SIMILARITY = "is not known. Expected one of 'dot', 'cosine', 'asymmetric'."
+POLICY = "is not known. Expected one of 'highest_loss', 'random'."
+ON_ERROR = "is not known. Expected one of 'warn', 'raise'."
+CHANNELS = "Expected one finite number a channel in both, `std` above 0."
+ADAPTER = "Expected an instance of an `Adapter` subclass."
+LOSS = "Expected an instance of a criterion, or a function."
+
+
+def count(name, *, is_optional=False, at_least=1):
+    """Rows for a whole number."""
+    expected = COUNT.replace("1", str(at_least))
+    rows = [
+        ({name: at_least - 1}, ValueError, f"`{name}={at_least - 1}` is too small. {expected}"),
+        ({name: -3}, ValueError, f"`{name}=-3` is too small. {expected}"),
+        ({name: 2.5}, TypeError, f"`{name}=2.5` is a float. {expected}"),
+        ({name: "8"}, TypeError, f"`{name}='8'` is a str. {expected}"),
+        ({name: True}, TypeError, f"`{name}=True` is a bool. {expected}"),
+    ]
+    return rows if is_optional else [*rows, ({name: None}, TypeError, f"`{name}=None` is a NoneType. {expected}")]
+
+
+def flag(name):
+    """Rows for a flag."""
+    return [
+        ({name: "yes"}, TypeError, f"`{name}='yes'` is a str. Expected True or False."),
+        ({name: 1}, TypeError, f"`{name}=1` is an int. Expected True or False."),
+    ]
+
+
+ARGUMENTS = [
+    ({"layers": 3}, TypeError, f"`layers=3` holds an int. {LAYERS}"),
+    ({"layers": None}, TypeError, f"`layers=None` holds a NoneType. {LAYERS}"),
+    ({"layers": int}, TypeError, f"`layers=<class 'int'>` holds a type. {LAYERS}"),
+    ({"layers": ["head", 3]}, TypeError, f"`layers=['head', 3]` holds an int. {LAYERS}"),
+    ({"layers": nn.ReLU()}, TypeError, f"`layers=ReLU()` holds a ReLU. {LAYERS}"),
+    ({"layers": []}, ValueError, f"`layers=[]` chooses nothing. {LAYERS}"),
+    (
+        {"layers": "last:0"},
+        ValueError,
+        "`layers='last:0'` names no number. Expected \"last:\" and a whole number of at least 1.",
+    ),
+    ({"similarity": "dott"}, ValueError, f"`similarity='dott'` {SIMILARITY}"),
+    ({"similarity": None}, ValueError, f"`similarity=None` {SIMILARITY}"),
+    ({"similarity": ["dot"]}, ValueError, f"`similarity=['dot']` {SIMILARITY}"),
+    *count("num_queries"),
+    *count("top_k"),
+    *count("every_n_epochs", is_optional=True),
+    *count("every_n_steps", is_optional=True),
+    *count("warmup_epochs", at_least=0),
+    *flag("last_epoch_only"),
+    (
+        {"every_n_epochs": 2, "every_n_steps": 10},
+        ValueError,
+        "`every_n_epochs=2` and `every_n_steps=10` contradict each other. Pass one of them.",
+    ),
+    (
+        {"every_n_epochs": 2, "last_epoch_only": True},
+        ValueError,
+        "`every_n_epochs=2` and `last_epoch_only=True` contradict each other. Pass one of them.",
+    ),
+    ({"time_budget": "10%"}, TypeError, f"`time_budget='10%'` is a str. {SHARE}"),
+    ({"time_budget": True}, TypeError, f"`time_budget=True` is a bool. {SHARE}"),
+    ({"time_budget": 0}, ValueError, f"`time_budget=0` is out of range. {SHARE}"),
+    ({"time_budget": float("nan")}, ValueError, f"`time_budget=nan` is out of range. {SHARE}"),
+    *flag("final_pass"),
+    ({"loss_fn": 3}, TypeError, f"`loss_fn=3` is an int. {LOSS}"),
+    ({"loss_fn": nn.MSELoss}, TypeError, f"`loss_fn={nn.MSELoss!r}` is a type. {LOSS}"),
+    ({"adapter": "mine"}, TypeError, f"`adapter='mine'` is a str. {ADAPTER}"),
+    ({"adapter": Adapter}, TypeError, f"`adapter={Adapter!r}` is a type. {ADAPTER}"),
+    *count("max_train_samples", is_optional=True),
+    ({"query_policy": "hardest"}, ValueError, f"`query_policy='hardest'` {POLICY}"),
+    ({"query_policy": None}, ValueError, f"`query_policy=None` {POLICY}"),
+    ({"class_names": "cat"}, TypeError, "`class_names='cat'` is a str. Expected a list of strings."),
+    ({"class_names": 4}, TypeError, "`class_names=4` is an int. Expected a list of strings."),
+    ({"class_names": ["cat", 4]}, TypeError, "`class_names=['cat', 4]` is a list. Expected a list of strings."),
+    (
+        {"class_names": []},
+        ValueError,
+        "`class_names=[]` is empty. Expected one name a class, or None for the dataset's own.",
+    ),
+    ({"mean": [0.5]}, ValueError, "`mean` and `std` undo a normalisation together. Pass both or neither."),
+    ({"std": [0.5]}, ValueError, "`mean` and `std` undo a normalisation together. Pass both or neither."),
+    (
+        {"mean": 0.5, "std": [0.2]},
+        TypeError,
+        "`mean=0.5` is a float. Expected a list of numbers, one a channel.",
+    ),
+    (
+        {"mean": [0.5], "std": "a"},
+        TypeError,
+        "`std='a'` is a str. Expected a list of numbers, one a channel.",
+    ),
+    ({"mean": [0.5, 0.5], "std": [0.2]}, ValueError, f"`mean=[0.5, 0.5]` and `std=[0.2]`. {CHANNELS}"),
+    ({"mean": [0.5], "std": [0.0]}, ValueError, f"`mean=[0.5]` and `std=[0.0]`. {CHANNELS}"),
+    ({"mean": [float("nan")], "std": [0.2]}, ValueError, f"`mean=[nan]` and `std=[0.2]`. {CHANNELS}"),
+    *flag("show_teachers"),
+    *count("memory_budget", is_optional=True),
+    ({"seed": "one"}, TypeError, "`seed='one'` is a str. Expected a whole number."),
+    ({"seed": 1.5}, TypeError, "`seed=1.5` is a float. Expected a whole number."),
+    ({"seed": True}, TypeError, "`seed=True` is a bool. Expected a whole number."),
+    (
+        {"seed": 2**64},
+        ValueError,
+        f"`seed={2**64}` does not fit into 64 bits. Expected a number from -2**63 to 2**64 - 1.",
+    ),
+    *[
+        (
+            {"name": name},
+            ValueError,
+            f"`name={name!r}` cannot name a folder. Expected a non-empty string without slashes.",
+        )
+        for name in ("", ".", "..", "a/b", "a\\b")
+    ],
+    ({"name": 3}, TypeError, "`name=3` is an int. Expected a string."),
+    ({"on_error": "ignore"}, ValueError, f"`on_error='ignore'` {ON_ERROR}"),
+    ({"on_error": None}, ValueError, f"`on_error=None` {ON_ERROR}"),
+]
+
+AT_THE_START = {"train_data"}
+"""Arguments that are looked at when training starts: see ``TestOtherTrainingData``."""
+
+
+class TestArguments:
+    @pytest.mark.parametrize(("options", "error", "message"), ARGUMENTS, ids=lambda value: str(value)[:40])
+    def test_are_refused_at_construction(self, options, error, message):
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            GradSimCallback(**options)
+
+    def test_none_is_left_out(self):
+        tested = {name for options, _, _ in ARGUMENTS for name in options}
+        assert tested | AT_THE_START == set(inspect.signature(GradSimCallback).parameters)
+
+    def test_arrays_are_lists(self):
+        GradSimCallback(class_names=np.array(["a", "b"]), mean=np.float32([0.5]), std=(1,))
+
+    @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+    def test_the_largest_seeds(self, seed):
+        torch.Generator().manual_seed(GradSimCallback(seed=seed).seed)
+
+
+class TestNothingToLookAt:
+    @pytest.mark.parametrize(
+        ("options", "trainer"),
+        [
+            ({}, {"limit_val_batches": 0}),
+            ({}, {"check_val_every_n_epoch": 3}),
+            ({"every_n_epochs": 3}, {"max_epochs": 2}),
+            ({"warmup_epochs": 2}, {"max_epochs": 2}),
+            ({"every_n_steps": 100}, {}),
+        ],
+        ids=str,
+    )
+    def test_is_said(self, tmp_path, options, trainer):
+        with collect_warnings() as texts:
+            gradsim, _, _ = fit(tmp_path, strict(**options), **trainer)
+        assert gradsim.report is None
+        assert texts == [NOTHING]
+
+
+class TestMemoryBudget:
+    def test_that_does_not_suffice_for_a_sample_is_noted(self, tmp_path):
+        gradsim, module, _ = fit(tmp_path, strict(memory_budget=1))
+        (note,) = read(gradsim).notes
+        words = r"`memory_budget=1` does not suffice for one sample at a time, which takes about [\d,]+ bytes: "
+        assert re.fullmatch(words + "the pass took as much", note)
+        assert_exact(read(gradsim), Truth(module), train_data(), val_data())
+
+
+class TestTwoCallbacks:
+    def test_of_different_names(self, tmp_path):
+        other = strict(name="layers", layers="all", similarity="cosine")
+        gradsim, module, _ = fit(tmp_path, strict(), callbacks=[other])
+        assert_exact(read(gradsim), Truth(module), train_data(), val_data())
+        assert_exact(read(other), Truth(module, list(module.parameters())), train_data(), val_data())
+        for name in ("gradsim", "layers"):
+            assert (tmp_path / "run" / "version_0" / name / "report.json").exists()
+
+    def test_of_one_name(self, tmp_path):
+        # Lightning's own words, as it asks before we can.
+        words = "Found more than one stateful callback of type `GradSimCallback`.*`callback.state_key` must be unique"
+        with pytest.raises(RuntimeError, match=words):
+            fit(tmp_path, GradSimCallback(), callbacks=[GradSimCallback(layers="all")])
