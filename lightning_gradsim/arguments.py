@@ -159,3 +159,20 @@ def check_share(argument: str, value: object) -> None:
         raise TypeError(f"`{argument}={value!r}` is {with_article(type(value).__name__)}. {expected}")
     if not 0 < float(value) < math.inf:
         raise ValueError(f"`{argument}={value}` is out of range. {expected}")
+
+
+def check_positive(argument: str, value: object) -> None:
+    """Refuse what is no number above 0.
+
+    Args:
+        argument: Name of the argument.
+        value: Its value.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is not above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. Expected a number above 0.")
+    if not float(value) > 0:
+        raise ValueError(f"`{argument}={value}` is too small. Expected a number above 0.")

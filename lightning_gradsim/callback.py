@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from traceback import format_exception
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
@@ -23,6 +19,7 @@ from lightning_gradsim.arguments import (
     check_folder_name,
     check_names,
     check_normalisation,
+    check_positive,
     check_seed,
     check_share,
     check_type,
@@ -30,13 +27,13 @@ from lightning_gradsim.arguments import (
 from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.errors import ProcessError
 from lightning_gradsim.explanation import Part, Reading
 from lightning_gradsim.failures import MAX_FAILURES, Failures
-from lightning_gradsim.guard import is_compiled, with_buffers
+from lightning_gradsim.guard import with_buffers
+from lightning_gradsim.in_run import InRun, InRunSettings
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
-from lightning_gradsim.loss_check import LossCheck
 from lightning_gradsim.losses import LossFunction
+from lightning_gradsim.mislabel import SCORES
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import plan
 from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection, merge_selections
@@ -45,9 +42,11 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.reporter import Reporter, ReporterSettings
 from lightning_gradsim.schedule import Moment, Schedule
 from lightning_gradsim.scores import SIMILARITIES, Similarity
+from lightning_gradsim.supervision import Supervisor
+from lightning_gradsim.training_watch import TrainingWatch
 
-T = TypeVar("T")
 STATE_VERSION = 2
+MISLABEL_SCORES = tuple(name for name in SCORES if name != "influence")  # it needs gradients of validation samples
 logger = logging.getLogger(__name__)
 
 
@@ -88,6 +87,12 @@ class GradSimCallback(Callback):
         mean: Mean of the images' normalisation, a value a channel, undone on panels.
         std: Standard deviation of the images' normalisation, undone on panels.
         show_teachers: Whether panels show who taught the wrong prediction, too.
+        mislabel_score: What suspects are ranked by, from the logits and features of all training steps:
+            ``"margin_knn"``, ``"log_margin"``, ``"knn"``, ``"aum"``, ``"loss"``, ``"el2n"`` or ``"self_influence"``.
+            ``None`` watches no training steps: suspects are those of largest gradient in one pass.
+        max_state_mb: MiB that statistics and features of the training samples may take, here and in checkpoints.
+        id_key: Where training batches carry sample ids, a key or a place; needed only for loaders that make batches of
+            their own.
         memory_budget: Bytes that a pass may take beside the module and the batch at hand; by default a quarter of what
             is free. Results do not depend on it.
         seed: Seed of random choices; they touch no global generator.
@@ -130,6 +135,9 @@ class GradSimCallback(Callback):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         show_teachers: bool = False,
+        mislabel_score: str | None = "margin_knn",
+        max_state_mb: float = 256.0,
+        id_key: str | int | None = None,
         memory_budget: int | None = None,
         seed: int = 0,
         name: str = "gradsim",
@@ -156,6 +164,11 @@ class GradSimCallback(Callback):
         is_adapter = adapter is None or isinstance(adapter, Adapter)
         check_type("adapter", adapter, is_adapter, "an instance of an `Adapter` subclass")
         check_share("time_budget", time_budget)
+        if mislabel_score is not None:
+            check_choice("mislabel_score", mislabel_score, MISLABEL_SCORES)
+        check_positive("max_state_mb", max_state_mb)
+        is_key = id_key is None or type(id_key) in {str, int}
+        check_type("id_key", id_key, is_key, "a key or a place in batches")
         for argument, flag in {"final_pass": final_pass, "show_teachers": show_teachers}.items():
             check_type(argument, flag, isinstance(flag, bool), "True or False")
         self.name, self.on_error = name, on_error
@@ -170,14 +183,18 @@ class GradSimCallback(Callback):
             self.settings, train_data, max_train_samples, seed, class_names, mean, std, show_teachers, name
         )
         self._reporter = Reporter(contents, self._failures.warn_once)
-        self._clock, self._loss_check = Clock(), LossCheck()
+        self._clock = Clock()
+        self._supervisor = Supervisor(self._clock, self._failures, raises=on_error == "raise")
+        in_run = None
+        if mislabel_score is not None:
+            in_run = InRun(self.adapter, InRunSettings(mislabel_score, max_state_mb, seed))
+        self._watch = TrainingWatch(self.adapter, in_run, id_key, self._supervisor, self._clock, self._failures)
         self._budget = TimeBudget(None, self._clock)
         self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)
         self._collector: QueryCollector | None = None
         self._waiting: QueryCollector | None = None  # of the latest validation, in case it turns out to be the last
         self._batch_idx = -1
         self._num_read = self._last_step = self._num_passed_over = self._num_due = 0
-        self._stage = ""
 
     @staticmethod
     def available_layers(module: nn.Module) -> list[str]:
@@ -227,6 +244,7 @@ class GradSimCallback(Callback):
             "num_read": self._num_read,
             "last_step": self._last_step,
             "passed_over": self._num_passed_over,
+            "in_run": self._watch.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -242,16 +260,18 @@ class GradSimCallback(Callback):
         self._num_read = int(state_dict.get("num_read", 0))
         self._last_step = int(state_dict.get("last_step", 0))
         self._num_passed_over = int(state_dict.get("passed_over", 0))
+        self._watch.load_state_dict(state_dict.get("in_run", {}))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that are not supported; a callback that has stopped tries again in a new run."""
         bridge.check_strategy(trainer, type(self).__name__)
         self._failures.in_a_row, self._failures.aloud = 0, trainer.is_global_zero
+        if stage == "fit":
+            self._watch.attach(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what depends on the module."""
         self._check_module(pl_module)
-        self._loss_check = LossCheck()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what depends on the training data, before any time is spent on it."""
@@ -259,26 +279,24 @@ class GradSimCallback(Callback):
         self._num_due = 0
         self._budget = TimeBudget(self.time_budget, self._clock)
         self._reporter.set_source(trainer.train_dataloader)
+        self._watch.start(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Remember the place in the epoch; on the first steps, watch the outputs for the loss check."""
+        """Remember the place in the epoch, and watch the step."""
         self._batch_idx, self._waiting = batch_idx, None
-        if self._loss_check.is_open and not self._failures.are_too_many and self._may_watch(pl_module):
-            with self._checking_the_loss(trainer):
-                self._loss_check.begin_step(pl_module, is_wrapped=trainer.strategy.model is not pl_module)
+        if not self._failures.are_too_many:
+            self._watch.begin_step(trainer, pl_module, batch, batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """On the first steps, compare the loss with ours."""
-        if not self._loss_check.is_watching:
-            return
-        with self._checking_the_loss(trainer):
-            returned = bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches)
-            self._loss_check.end_step(self.adapter, batch, returned)
-        self._loss_check.remove()
-        if self._loss_check.difference is not None:
-            self._failures.warn_once(self._loss_check.difference)
+        """Take in what the step has shown."""
+        self._watch.end_step(trainer, batch, outputs)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the epoch, if no validation did."""
+        if not self._failures.are_too_many:
+            self._watch.end_epoch(trainer, trainer.current_epoch, is_last=trainer.should_stop)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to collect queries, if this validation is one to look at."""
@@ -315,12 +333,16 @@ class GradSimCallback(Callback):
     ) -> None:
         """Keep copies of misclassified samples."""
         if self._collector is not None:
-            with self._isolated(trainer), bridge.silenced(pl_module):
+            with self._supervisor.isolated(trainer), bridge.silenced(pl_module):
                 self._collector.collect(self.adapter, pl_module, batch, dataloader_idx, bridge.forward_context(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Score, draw, write."""
         collector, self._collector = self._collector, None
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and not self._failures.are_too_many:
+            self._watch.share(trainer)
+            if self._moment.ends_epoch:
+                self._watch.end_epoch(trainer, self._moment.epoch, is_last=self._moment.ends_run)
         if collector is None:
             return
         in_full = trainer.state.fn != "fit" or (self.final_pass and self._moment.ends_run)
@@ -360,21 +382,11 @@ class GradSimCallback(Callback):
         is_last = moment.ends_run and (self.final_pass or self._schedule.last_epoch_only)
         if is_last or not self._schedule.is_due(moment, moment.step - self._last_step):
             return is_last
-        if moment.ends_run or self.final_pass or self._on_rank_zero(trainer, self._budget.allows_report):
+        if moment.ends_run or self.final_pass or self._supervisor.on_rank_zero(trainer, self._budget.allows_report):
             return True
         self._num_passed_over += 1
         if self._num_passed_over == 1 and trainer.is_global_zero:
             logger.info("`%s` passes over validations to keep within `time_budget=%s`", self.name, self.time_budget)
-        return False
-
-    def _may_watch(self, module: LightningModule) -> bool:
-        # A hook inside a compiled module would change what the compiler fuses, and with it the training.
-        if is_compiled(module):
-            self._loss_check.give_up("the module is compiled")
-        elif hasattr(module, "gradsim_step"):
-            self._loss_check.give_up("the module has a `gradsim_step` of its own")
-        else:
-            return True
         return False
 
     def _check_module(self, module: LightningModule) -> None:
@@ -385,17 +397,34 @@ class GradSimCallback(Callback):
 
     def _explain(self, trainer: Trainer, module: LightningModule, collector: QueryCollector, *, in_full: bool) -> None:
         directory = bridge.output_directory(trainer, self.name)
-        with self._protected(trainer, directory):
-            self._stage = "the choice of queries"
-            found = self._on_all_ranks(trainer, lambda: (collector.result(), bridge.buffers_to_share(trainer, module)))
+        with self._supervisor.protected(trainer, self._moment.epoch, directory):
+            self._supervisor.stage = "the choice of queries"
+            found = self._supervisor.on_all_ranks(
+                trainer, lambda: (collector.result(), bridge.buffers_to_share(trainer, module))
+            )
             selection, buffers = merge_selections([each for each, _ in found]), found[0][1]
-            self._stage = "the report"
+            self._supervisor.stage = "the report"
             begin = self._clock.seconds
-            parts = self._on_all_ranks(
+            parts = self._supervisor.on_all_ranks(
                 trainer, lambda: self._score(trainer, module, selection, buffers, in_full=in_full)
             )
             reading_seconds = self._clock.seconds - begin
-            self._on_all_ranks(trainer, lambda: self._report(trainer, collector, selection, parts, directory))
+            report, kept = self._make_report(trainer, selection, parts)
+            judged = self._supervisor.on_all_ranks(
+                trainer, lambda: self._watch.suspects(report) if trainer.is_global_zero else None
+            )[0]
+            assert judged is not None
+            self.report = report = replace(
+                self._reporter.with_suspects(report, *judged),
+                seconds=self._clock.validation_seconds,
+                time_share=self._clock.share,
+            )
+            self._num_read += min(part.reached for part in parts)
+            self._last_step, self._num_passed_over = self._moment.step, 0
+            self._supervisor.on_all_ranks(
+                trainer,
+                lambda: self._publish(trainer, collector, report, kept, directory) if trainer.is_global_zero else None,
+            )
             self._budget.end_report(self._clock.validation_seconds, reading_seconds)
             self._failures.in_a_row = 0
 
@@ -420,34 +449,18 @@ class GradSimCallback(Callback):
                 bridge.num_trial_batches(trainer),
             )
 
-    def _report(
-        self,
-        trainer: Trainer,
-        collector: QueryCollector,
-        selection: QuerySelection,
-        parts: Sequence[Part],
-        directory: Path,
-    ) -> None:
+    def _make_report(
+        self, trainer: Trainer, selection: QuerySelection, parts: Sequence[Part]
+    ) -> tuple[Report, tuple[Query, ...]]:
         report, kept = self._reporter.make_report(parts, selection)
-        own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
+        notes = [*report.notes, *self._watch.notes]
         unseen = bridge.unseen_note(trainer) if self._reporter.follows_training else None
         if unseen is not None:
-            own_notes.append(unseen)
+            notes.append(unseen)
         if self._num_passed_over:
             number = f"{self._num_passed_over} earlier validation{'s were' if self._num_passed_over > 1 else ' was'}"
-            own_notes.append(f"{number} passed over to keep within `time_budget={self.time_budget}`")
-        self.report = report = replace(
-            report,
-            epoch=self._moment.epoch,
-            step=self._moment.step,
-            notes=(*report.notes, *own_notes),
-            seconds=self._clock.validation_seconds,
-            time_share=self._clock.share,
-        )
-        self._num_read += min(part.reached for part in parts)
-        self._last_step, self._num_passed_over = self._moment.step, 0
-        if trainer.is_global_zero:
-            self._publish(trainer, collector, report, kept, directory)
+            notes.append(f"{number} passed over to keep within `time_budget={self.time_budget}`")
+        return replace(report, epoch=self._moment.epoch, step=self._moment.step, notes=tuple(notes)), kept
 
     def _publish(
         self, trainer: Trainer, collector: QueryCollector, report: Report, kept: Sequence[Query], directory: Path
@@ -461,61 +474,8 @@ class GradSimCallback(Callback):
         self.report = report = replace(report, seconds=seconds, time_share=share)
         self._reporter.write(report, panel, directory, bridge.tensorboard_writers(trainer))
 
-    def _on_all_ranks(self, trainer: Trainer, work: Callable[[], T]) -> list[T]:
-        """Results of all processes, in the order of their ranks; what fails in one of them fails in all."""
-        if trainer.world_size == 1:
-            return [work()]
-        packed, failure = b"", ""
-        error: Exception | None = None
-        try:
-            packed = pickle.dumps(work())  # what cannot be pickled must fail before the others wait for it
-        except Exception as caught:
-            error, failure = caught, "".join(format_exception(caught))
-        outcomes = bridge.gather(trainer, (packed, failure))
-        if error is not None:
-            raise error
-        for rank, (_, failure) in enumerate(outcomes):
-            if failure:
-                raise ProcessError(f"Process {rank} of {trainer.world_size} failed: {failure.rstrip()}")
-        return [cast("T", pickle.loads(packed)) for packed, _ in outcomes]
-
-    def _on_rank_zero(self, trainer: Trainer, work: Callable[[], T]) -> T:
-        """What rank zero finds, on all ranks: clocks differ, decisions must not."""
-        return trainer.strategy.broadcast(work())
-
-    @contextmanager
-    def _isolated(self, trainer: Trainer) -> Iterator[None]:
-        """Keep the run as it is, random numbers included, and count the time."""
-        # What is made in inference mode, as in `trainer.validate`, has no gradient ever after.
-        with self._clock.working(), bridge.isolated_rng(trainer), torch.inference_mode(False), torch.no_grad():
-            yield
-
-    @contextmanager
-    def _protected(self, trainer: Trainer, directory: Path) -> Iterator[None]:
-        """Turn failures, which are those of all processes, into warnings if they shall not raise."""
-        try:
-            with self._isolated(trainer):
-                yield
-        except Exception as error:
-            if self.on_error == "raise" or bridge.is_trial_run(trainer):
-                raise
-            what = f"{self._stage} of epoch {self._moment.epoch}"
-            self._failures.record(what, error, directory / "errors.log")
-
-    @contextmanager
-    def _checking_the_loss(self, trainer: Trainer) -> Iterator[None]:
-        """A check that fails is given up; processes need not agree on it."""
-        try:
-            with self._isolated(trainer):
-                yield
-        except Exception as error:
-            if self.on_error == "raise" or bridge.is_trial_run(trainer):
-                raise
-            self._loss_check.give_up(f"{type(error).__name__}: {error}")
-            self._failures.warn_once(f"{self._loss_check.gap}")
-
     def _clear(self) -> None:
         self._collector = self._waiting = None
         self._reporter.forget_reference()
-        self._loss_check.remove()
+        self._watch.detach()
         self._clock.end_run()

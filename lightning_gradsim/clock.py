@@ -62,11 +62,14 @@ class Clock:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count the time spent inside.
+        """Count the time spent inside, once where such times lie inside each other.
 
         Yields:
             Nothing.
         """
+        if self._begin is not None:
+            yield
+            return
         self._begin = time.perf_counter()
         try:
             yield

@@ -67,8 +67,13 @@ class InRun:
         self._samples = self._new_samples()
         self._learning_rate = 1.0
         self._last_round = 0
+        self._is_owner = True
         self._num_references: int | None = None
         self._state: Mapping[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies keep what was gathered, and watch nothing."""
+        return {**vars(self), "_tap": None}
 
     def begin_run(self, num_samples: int) -> None:
         """Watch the steps of a run, and go on from a state that was loaded.
@@ -126,21 +131,25 @@ class InRun:
         if self._tap is not None:
             self._tap.remove()
 
-    def end_epoch(self, epoch: int, *, is_last: bool, seconds: float) -> None:
+    def end_epoch(self, epoch: int, *, is_last: bool, seconds: float) -> bool:
         """Look for neighbours, after epochs 2, 4, 8, ... and the last one.
 
         Args:
             epoch: Epochs so far, from 1; nothing happens for one that had its round.
             is_last: Whether the run ends with it.
             seconds: Time that training has taken since the last round.
+
+        Returns:
+            Whether there was a round.
         """
         self._flush()
         is_due = epoch >= 2 and (is_last or epoch & (epoch - 1) == 0)
-        if not is_due or epoch <= self._last_round or self._statistics is None:
-            return
-        block = self._samples.compute()
-        if block is None or len(block) <= NEIGHBOURS:
-            return
+        block = self._samples.compute() if is_due and epoch > self._last_round else None
+        if block is None or len(block) <= NEIGHBOURS or self._statistics is None:
+            return False
+        since, self._last_round = epoch - self._last_round, epoch
+        if not self._is_owner:
+            return True
         votes = neighbour_votes(
             block.features,
             self._labels(block),
@@ -148,9 +157,9 @@ class InRun:
             max_flops=NEIGHBOUR_SHARE * seconds * FLOPS_PER_SECOND,
             seed=self._settings.seed,
         )
-        self._statistics.add_neighbours(block.ids, votes, weight=epoch - self._last_round)
-        self._last_round = epoch
+        self._statistics.add_neighbours(block.ids, votes, weight=since)
         self._num_references = votes.num_references if votes.num_references < len(block) else None
+        return True
 
     def suspects(
         self, validation_accuracy: float | None, doubted_queries: int, studied_queries: int
@@ -244,6 +253,7 @@ class InRun:
         self._restore({**states[0], "statistics": {**states[0]["statistics"], "sums": merged}})
         self._samples = self._new_samples()
         self._samples.merge([state["samples"] for state in states])
+        self._is_owner = is_owner
         if not is_owner and self._statistics is not None:
             self._statistics.reset()
 
@@ -261,6 +271,9 @@ class InRun:
         self._statistics.load_state_dict(saved["sums"])
 
     def _consume(self, block: TappedBlock) -> None:
+        if not self._num_samples:
+            self.give_up("the number of training samples is not known")
+            return
         step = self._adapter.step_from_logits(block.logits, block.targets)
         if self._statistics is None:
             self._num_outputs = block.logits.shape[1]

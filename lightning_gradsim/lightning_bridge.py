@@ -23,12 +23,13 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.explanation import RunContext
 from lightning_gradsim.schedule import Moment
+from lightning_gradsim.train_pass import sample_ids
 
 T = TypeVar("T")
 BAR_DELAY = 1.0
@@ -360,3 +361,26 @@ def flatten_loaders(loaders: Any) -> list[Any]:
     if isinstance(loaders, (list, tuple)):
         return [loader for part in loaders for loader in flatten_loaders(part)]
     return [] if loaders is None else [loaders]
+
+
+def num_sample_ids(trainer: Trainer) -> int:
+    """One more than the largest id of a training sample; 0 where that is not known.
+
+    Args:
+        trainer: The trainer, with its training loader.
+
+    Returns:
+        The number.
+    """
+    loaders = flatten_loaders(trainer.train_dataloader)
+    dataset = getattr(loaders[0], "dataset", None) if len(loaders) == 1 else None
+    if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return 0
+    ids = sample_ids(dataset)
+    return int(ids.max()) + 1 if len(ids) else 0
+
+
+def learning_rate(trainer: Trainer) -> float:
+    """That of the first parameters of the first optimizer; 1 without any."""
+    groups = trainer.optimizers[0].param_groups if trainer.optimizers else []
+    return float(groups[0]["lr"]) if groups else 1.0

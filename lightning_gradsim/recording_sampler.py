@@ -21,8 +21,8 @@ class DrawnIndices:
         refused: An index that is no whole number, as the user wrote it; ``None`` while there is none.
     """
 
-    def __init__(self, is_due: Callable[[], bool] = lambda: True) -> None:
-        self.is_due = is_due
+    def __init__(self, is_due: Callable[[], bool] | None = None) -> None:
+        self.is_due = _always if is_due is None else is_due
         self.indices = array("q")
         self.refused: str | None = None
 
@@ -124,3 +124,7 @@ def _find(batch_sampler: BatchSampler, drawn: DrawnIndices) -> tuple[RecordingSa
             return before, sampler
         before, sampler = sampler, sampler._recorded
     return None
+
+
+def _always() -> bool:
+    return True

@@ -26,7 +26,8 @@ from lightning_gradsim.explanation import (
     score_part,
 )
 from lightning_gradsim.queries import Query, QuerySelection
-from lightning_gradsim.report import Report
+from lightning_gradsim.report import Report, SuspectTable
+from lightning_gradsim.sample_statistics import num_differing_labels
 from lightning_gradsim.sinks import TensorBoardWriter, save_png_atomically, write_report_files, write_tensorboard
 from lightning_gradsim.train_pass import SampleReader, make_reader
 from lightning_gradsim.views import mistake_panel
@@ -153,6 +154,26 @@ class Reporter:
         if own.class_names is not None:
             report = replace(report, class_names=tuple(own.class_names))
         return report, kept
+
+    def with_suspects(self, report: Report, table: SuspectTable | None, notes: Sequence[str]) -> Report:
+        """The report with what training steps say of its training samples.
+
+        Args:
+            report: The report, with the suspects of its pass.
+            table: All samples that training has visited; ``None`` to leave those of the pass.
+            notes: What limits them.
+
+        Returns:
+            The report.
+        """
+        differing = 0 if table is None else num_differing_labels(table, report.suspects)
+        if differing:
+            table = None
+            words = f"for {differing} sample ids, training saw other labels than `train_data=` holds"
+            notes = (f"suspects are those of largest gradient in this pass: {words}",)
+        if table is not None:
+            report = replace(report, suspects=table)
+        return replace(report, notes=(*report.notes, *notes))
 
     def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> NDArray[np.uint8]:
         """The panel of a report.

@@ -45,6 +45,10 @@ class SampleIdRecorder:
         self._loader: Any = None
         self._ids = torch.empty(0, dtype=torch.long)
 
+    def __reduce__(self) -> tuple[type[SampleIdRecorder], tuple[str | int | None]]:
+        """Copies watch nothing, and hold neither trainer nor samplers."""
+        return type(self), (self._id_key,)
+
     def attach(self, trainer: Trainer) -> None:
         """Watch the samplers of training loaders from their making on.
 

@@ -156,6 +156,27 @@ def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label
     return {sample_id: to_label(table.labels[row]) for sample_id, row in zip(sample_ids, rows.tolist(), strict=True)}
 
 
+def num_differing_labels(one: SuspectTable, other: SuspectTable) -> int:
+    """How many samples have other labels in one table than in the other.
+
+    Args:
+        one: A table.
+        other: Another, of some of the same samples.
+
+    Returns:
+        Number of ids in both whose labels differ; all of them where the labels are of another kind.
+    """
+    ids, order = one.sample_ids.sort()
+    places = torch.searchsorted(ids, other.sample_ids)
+    shared = places < len(ids)
+    shared[shared.clone()] = ids[places[shared]] == other.sample_ids[shared]
+    ours, theirs = one.labels[order[places[shared]]], other.labels[shared]
+    if ours.shape != theirs.shape:
+        return len(ours)
+    differs = (ours.double() - theirs.double()).abs() > 1e-6 * theirs.double().abs()
+    return int(differs.reshape(len(ours), ours[:1].numel()).any(1).sum()) if len(ours) else 0
+
+
 def _check_finite(table: SuspectTable) -> None:
     finite = table.scores.isfinite()
     if bool(finite.all()):

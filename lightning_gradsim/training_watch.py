@@ -6,17 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.clock import Clock
+from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.failures import Failures
 from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.in_run import InRun
 from lightning_gradsim.loss_check import LossCheck
-from lightning_gradsim.report import SuspectTable
+from lightning_gradsim.report import Report, SuspectTable
 from lightning_gradsim.sample_id_recorder import SampleIdRecorder
 from lightning_gradsim.supervision import Supervisor
+from lightning_gradsim.tasks import Task
+
+WATCH = "the watch of training steps"
+LOSS_CHECK = "the check of the loss"
 
 
 class TrainingWatch:
@@ -48,6 +54,7 @@ class TrainingWatch:
         self._failures = failures
         self._loss_check = LossCheck()
         self._seconds_at_round = 0.0
+        self._is_given_up = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -70,7 +77,7 @@ class TrainingWatch:
             trainer: The trainer, with its training loader.
         """
         self._loss_check = LossCheck()
-        self._seconds_at_round = 0.0
+        self._seconds_at_round, self._is_given_up = 0.0, False
         if self._in_run is not None:
             self._in_run.begin_run(bridge.num_sample_ids(trainer))
 
@@ -84,13 +91,16 @@ class TrainingWatch:
             batch_idx: Its number in the epoch.
         """
         if self._loss_check.is_open and self._may_watch(module):
-            self._supervisor.stage = "the check of the loss"
+            self._supervisor.stage = LOSS_CHECK
             with self._supervisor.optional(trainer, self._loss_check.give_up):
                 self._loss_check.begin_step(module, is_wrapped=trainer.strategy.model is not module)
         if self._in_run is not None and self._in_run.reason is None:
-            self._supervisor.stage = "the watch of training steps"
+            ids = self._find_ids(trainer, batch, batch_idx, self._in_run)
+            self._supervisor.stage = WATCH
             with self._supervisor.optional(trainer, self._in_run.give_up):
-                self._begin_tap(trainer, module, batch, batch_idx, self._in_run)
+                if ids is not None:
+                    rate = bridge.learning_rate(trainer)
+                    self._in_run.begin_step(module, batch, ids, trainer.global_step, rate)
 
     def end_step(self, trainer: Trainer, batch: Any, outputs: Any) -> None:
         """Take in what it has shown.
@@ -101,12 +111,12 @@ class TrainingWatch:
             outputs: What the step returned.
         """
         if self._in_run is not None and self._in_run.reason is None:
-            self._supervisor.stage = "the watch of training steps"
+            self._supervisor.stage = WATCH
             with self._supervisor.optional(trainer, self._in_run.give_up):
                 self._in_run.end_step(bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches))
         if not self._loss_check.is_watching:
             return
-        self._supervisor.stage = "the check of the loss"
+        self._supervisor.stage = LOSS_CHECK
         with self._supervisor.optional(trainer, self._loss_check.give_up), self._supervisor.isolated(trainer):
             returned = bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches)
             self._loss_check.end_step(self._adapter, batch, returned)
@@ -124,28 +134,42 @@ class TrainingWatch:
         """
         if self._in_run is None or self._in_run.reason is not None:
             return
-        self._supervisor.stage = "the watch of training steps"
+        self._supervisor.stage = WATCH
         with self._supervisor.optional(trainer, self._in_run.give_up), self._supervisor.isolated(trainer):
             now = self._clock.other_seconds
             if self._in_run.end_epoch(epoch + 1, is_last=is_last, seconds=now - self._seconds_at_round):
                 self._seconds_at_round = now
 
-    def suspects(
-        self, validation_accuracy: float | None, doubted_queries: int, studied_queries: int
-    ) -> tuple[SuspectTable | None, tuple[str, ...]]:
-        """All samples that training has visited, the most suspect first; see ``InRun.suspects``.
+    def share(self, trainer: Trainer) -> None:
+        """With several processes, bring together what they have gathered; all of them must ask.
 
         Args:
-            validation_accuracy: In [0, 1]; ``None`` where unknown.
-            doubted_queries: Studied validation mistakes whose own label is doubtful.
-            studied_queries: Validation mistakes that were studied.
+            trainer: The trainer.
+        """
+        in_run = self._in_run
+        if in_run is None or trainer.world_size == 1 or self._is_given_up:
+            return
+        self._supervisor.stage = WATCH
+        with self._supervisor.optional(trainer, in_run.give_up), self._supervisor.isolated(trainer):
+            parts = self._supervisor.on_all_ranks(trainer, lambda: (in_run.reason, in_run.state_dict()))
+            in_run.merge(parts, is_owner=trainer.is_global_zero)
+        self._is_given_up = in_run.reason is not None
+
+    def suspects(self, report: Report) -> tuple[SuspectTable | None, tuple[str, ...]]:
+        """All samples that training has visited, the most suspect first.
+
+        Args:
+            report: The report of the pass, for the cautions that depend on validation.
 
         Returns:
             The table, or ``None`` where nothing is known; and what limits it.
         """
         if self._in_run is None:
             return None, ()
-        found = self._in_run.suspects(validation_accuracy, doubted_queries, studied_queries)
+        accuracy = None
+        if report.task != Task.REGRESSION.value and report.num_validation_samples:
+            accuracy = 1 - report.num_errors / report.num_validation_samples
+        found = self._in_run.suspects(accuracy, len(report.suspect_queries), len(report.queries))
         if found is not None:
             return found
         reason = self._in_run.reason
@@ -175,14 +199,20 @@ class TrainingWatch:
         self.remove()
         self._ids.detach()
 
-    def _begin_tap(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, in_run: InRun) -> None:
-        _, targets = self._adapter.split(batch)
-        loaders = bridge.flatten_loaders(trainer.train_dataloader)
-        ids = self._ids.find_ids(loaders, batch, batch_idx, len(targets))
+    def _find_ids(self, trainer: Trainer, batch: Any, batch_idx: int, in_run: InRun) -> Tensor | None:
+        """Ids of the batch; raises only where batches do not carry them as the user says."""
+        try:
+            _, targets = self._adapter.split(batch)
+        except Exception as error:  # the collection of queries reads batches, too, and says what is wrong
+            own = isinstance(error, BatchFormatError)
+            in_run.give_up(str(error) if own else f"{type(error).__name__}: {error}")
+            return None
+        with self._clock.working():
+            loaders = bridge.flatten_loaders(trainer.train_dataloader)
+            ids = self._ids.find_ids(loaders, batch, batch_idx, len(targets))
         if ids is None:
             in_run.give_up(f"{self._ids.reason}")
-        else:
-            in_run.begin_step(module, batch, ids, trainer.global_step, bridge.learning_rate(trainer))
+        return ids
 
     def _may_watch(self, module: LightningModule) -> bool:
         # A hook inside a compiled module would change what the compiler fuses, and with it the training.

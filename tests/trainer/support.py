@@ -82,7 +82,8 @@ class Still(Classifier):
 
 def strict(**options: Any) -> GradSimCallback:
     """A callback whose failures arrive, on no budget; with eight queries, since writing takes longer than making."""
-    return GradSimCallback(**{"on_error": "raise", "num_queries": 8, "time_budget": None, **options})
+    defaults = {"on_error": "raise", "num_queries": 8, "time_budget": None, "mislabel_score": None}
+    return GradSimCallback(**{**defaults, **options})
 
 
 class Recorder(Callback):

@@ -263,7 +263,7 @@ class TestTimeBudget:
         assert not parts[0] & parts[1]
 
     def test_a_short_run_is_explained_in_full_by_default(self, tmp_path):
-        gradsim, module, _ = fit(tmp_path, GradSimCallback(on_error="raise"), max_epochs=4)
+        gradsim, module, _ = fit(tmp_path, GradSimCallback(on_error="raise", mislabel_score=None), max_epochs=4)
         assert read(gradsim).epoch == 3
         assert_exact(read(gradsim), Truth(module), train_data(), val_data())
 

@@ -23,8 +23,8 @@ from tests.trainer.faults import CASE, FAULTS, Fault, Trap
 from tests.trainer.support import collect_warnings
 
 EVERY = pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
-OPTIONS = {"num_queries": 8, "top_k": 3, "time_budget": None, "memory_budget": 2**28}
-"""Nothing that depends on the clock, or on how much memory is free."""
+OPTIONS = {"num_queries": 8, "top_k": 3, "time_budget": None, "memory_budget": 2**28, "mislabel_score": None}
+"""Nothing that depends on the clock, on how much memory is free, or on whether earlier steps were watched."""
 FILES = {"suspects.csv", "influences.csv", "report.json", "mistakes.png"}
 
 

@@ -67,6 +67,15 @@ ARGUMENTS = [
         ValueError,
         "`layers='last:0'` names no number. Expected \"last:\" and a whole number of at least 1.",
     ),
+    (
+        {"mislabel_score": "influence"},
+        ValueError,
+        "`mislabel_score='influence'` is not known. Expected one of 'margin_knn', 'log_margin', 'knn', 'aum', 'loss', "
+        "'el2n', 'self_influence'.",
+    ),
+    ({"max_state_mb": "1"}, TypeError, "`max_state_mb='1'` is a str. Expected a number above 0."),
+    ({"max_state_mb": 0}, ValueError, "`max_state_mb=0` is too small. Expected a number above 0."),
+    ({"id_key": 1.5}, TypeError, "`id_key=1.5` is a float. Expected a key or a place in batches."),
     ({"similarity": "dott"}, ValueError, f"`similarity='dott'` {SIMILARITY}"),
     ({"similarity": None}, ValueError, f"`similarity=None` {SIMILARITY}"),
     ({"similarity": ["dot"]}, ValueError, f"`similarity=['dot']` {SIMILARITY}"),
