@@ -354,7 +354,7 @@ class GradSimCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last validation, where only now it is known that it was the last (early stopping)."""
         collector, self._waiting = self._waiting, None
-        if not self._num_due:
+        if not self._num_due and not self._last_step:  # a run that is resumed may have looked before
             self._failures.warn_once(
                 "no validation of this run was one to look at, so nothing was explained. Check that `fit` has "
                 "validation data, and that the schedule (`every_n_epochs=`, `every_n_steps=`, `warmup_epochs=`) meets "

@@ -97,6 +97,7 @@ class TestSchedule:
         _, _, recorder = fit(tmp_path, strict(warmup_epochs=2), max_epochs=4)
         assert recorder.moments == [(2, 18), (3, 24)]
 
+    @pytest.mark.filterwarnings("ignore:.*no validation of this run was one to look at")
     @pytest.mark.parametrize(
         ("every_n_steps", "moments"),
         [(1, [(0, 3), (0, 6), (1, 9), (1, 12)]), (4, [(0, 6), (1, 12)]), (9, [(1, 9)]), (13, [])],

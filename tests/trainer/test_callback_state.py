@@ -93,6 +93,7 @@ def without_cost(report):
     return {**report.to_dict(), "seconds": None, "time_share": None, "plan": None}
 
 
+@pytest.mark.filterwarnings("ignore:.*no validation of this run was one to look at")
 @pytest.mark.parametrize(("settings", "options"), RUNS.values(), ids=RUNS)
 def test_resumed_at_any_epoch_equals_uninterrupted(tmp_path, settings, options):
     def run(callbacks, max_epochs, **fit_options):

@@ -114,6 +114,7 @@ def test_nothing_happens_in_test_and_predict(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*no validation of this run was one to look at")
 def test_fit_without_validation_data(tmp_path):
     gradsim = strict()
     trainer = make_trainer(tmp_path, [gradsim])

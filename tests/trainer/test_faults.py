@@ -62,6 +62,7 @@ class Surroundings(Callback):
         self.record(self.before, trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[-1].train()  # a mode of its own
         self.record(self.before, trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

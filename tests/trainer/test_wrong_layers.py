@@ -88,8 +88,8 @@ class TestLayers:
                 f"`layers='boody.0'` matches no layer or parameter of `Classifier`. Closest: `body.0`. {LIST_ALL}",
             ),
             (
-                "head.weigth",
-                "`layers='head.weigth'` matches no layer or parameter of `Classifier`. Closest: `head.weight`, "
+                "head.weigh",
+                "`layers='head.weigh'` matches no layer or parameter of `Classifier`. Closest: `head.weight`, "
                 f"`head.bias`, `body.0.weight`. {LIST_ALL}",
             ),
             (

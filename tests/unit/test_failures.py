@@ -54,9 +54,11 @@ def fail(held, cause):
     raise own
 
 
+@pytest.mark.parametrize("in_cycle", [False, True])
 @pytest.mark.parametrize("cause", [None, "another"])
-def test_what_the_frames_held_is_released_while_the_exception_lives(tmp_path, cause):
+def test_what_the_frames_held_is_released_while_the_exception_lives(tmp_path, cause, in_cycle):
     held = Held()
+    held.itself = held if in_cycle else None
     watch = weakref.ref(held)
     gc.disable()
     try:
