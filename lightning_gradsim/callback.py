@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
@@ -29,17 +29,15 @@ from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.errors import ProcessError
-from lightning_gradsim.explanation import (
-    Reading,
-)
+from lightning_gradsim.explanation import Part, Reading
 from lightning_gradsim.failures import MAX_FAILURES, Failures
-from lightning_gradsim.guard import is_compiled
+from lightning_gradsim.guard import is_compiled, with_buffers
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
 from lightning_gradsim.loss_check import LossCheck
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import plan
-from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection
+from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection, merge_selections
 from lightning_gradsim.query_collector import QueryCollector
 from lightning_gradsim.report import Report
 from lightning_gradsim.reporter import Reporter, ReporterSettings
@@ -258,7 +256,7 @@ class GradSimCallback(Callback):
         self._batch_idx, self._waiting = batch_idx, None
         if self._loss_check.is_open and not self._failures.are_too_many and self._may_watch(pl_module):
             with self._checking_the_loss(trainer):
-                self._loss_check.begin_step(pl_module)
+                self._loss_check.begin_step(pl_module, is_wrapped=trainer.strategy.model is not pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -291,7 +289,9 @@ class GradSimCallback(Callback):
             )
             return
         self._clock.start_validation()
-        selection = QuerySelection(self.num_queries, self.query_policy, self.seed)
+        selection = QuerySelection(
+            self.num_queries, self.query_policy, self.seed, trainer.global_rank, trainer.world_size
+        )
         self._collector = QueryCollector(bridge.flatten_loaders(trainer.val_dataloaders), selection)
 
     def on_validation_batch_end(
@@ -347,7 +347,7 @@ class GradSimCallback(Callback):
         if moment.ends_run or self.final_pass or self._on_rank_zero(trainer, self._budget.allows_report):
             return True
         self._num_passed_over += 1
-        if self._num_passed_over == 1:
+        if self._num_passed_over == 1 and trainer.is_global_zero:
             logger.info("`%s` passes over validations to keep within `time_budget=%s`", self.name, self.time_budget)
         return False
 
@@ -371,39 +371,53 @@ class GradSimCallback(Callback):
         directory = bridge.output_directory(trainer, self.name)
         with self._protected(trainer, directory):
             self._stage = "the choice of queries"
-            [selection] = self._on_all_ranks(trainer, collector.result)
+            found = self._on_all_ranks(trainer, lambda: (collector.result(), bridge.buffers_to_share(trainer, module)))
+            selection, buffers = merge_selections([each for each, _ in found]), found[0][1]
             self._stage = "the report"
             begin = self._clock.seconds
-            [(report, kept)] = self._on_all_ranks(
-                trainer, lambda: self._score(trainer, module, selection, in_full=in_full)
+            parts = self._on_all_ranks(
+                trainer, lambda: self._score(trainer, module, selection, buffers, in_full=in_full)
             )
             reading_seconds = self._clock.seconds - begin
-            self._num_read += report.num_train_samples
-            self._last_step, self._num_passed_over = self._moment.step, 0
-            self.report = report
-            self._on_all_ranks(trainer, lambda: self._publish(trainer, collector, report, kept, directory))
+            self._on_all_ranks(trainer, lambda: self._report(trainer, collector, selection, parts, directory))
             self._budget.end_report(self._clock.validation_seconds, reading_seconds)
             self._failures.in_a_row = 0
 
     def _score(
-        self, trainer: Trainer, module: LightningModule, selection: QuerySelection, *, in_full: bool
-    ) -> tuple[Report, tuple[Query, ...]]:
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        selection: QuerySelection,
+        buffers: Mapping[str, Tensor],
+        *,
+        in_full: bool,
+    ) -> Part:
         is_free = in_full or bridge.is_trial_run(trainer)
         seconds = None if is_free else self._budget.reading_seconds(is_last=self._moment.ends_run)
-        with bridge.silenced(module):
-            report, kept = self._reporter.compute(
+        with bridge.silenced(module), with_buffers(module, buffers):
+            return self._reporter.score(
                 module,
                 self.adapter,
                 selection,
                 bridge.run_context(trainer, module),
-                Reading(seconds, self._num_read),
+                Reading(seconds, self._num_read, trainer.global_rank, trainer.world_size),
                 bridge.num_trial_batches(trainer),
             )
+
+    def _report(
+        self,
+        trainer: Trainer,
+        collector: QueryCollector,
+        selection: QuerySelection,
+        parts: Sequence[Part],
+        directory: Path,
+    ) -> None:
+        report, kept = self._reporter.make_report(parts, selection)
         own_notes = [note for note in (self._loss_check.difference, self._loss_check.gap) if note is not None]
         if self._num_passed_over:
             number = f"{self._num_passed_over} earlier validation{'s were' if self._num_passed_over > 1 else ' was'}"
             own_notes.append(f"{number} passed over to keep within `time_budget={self.time_budget}`")
-        report = replace(
+        self.report = report = replace(
             report,
             epoch=self._moment.epoch,
             step=self._moment.step,
@@ -411,11 +425,15 @@ class GradSimCallback(Callback):
             seconds=self._clock.validation_seconds,
             time_share=self._clock.share,
         )
-        return report, kept
+        self._num_read += min(part.reached for part in parts)
+        self._last_step, self._num_passed_over = self._moment.step, 0
+        if trainer.is_global_zero:
+            self._publish(trainer, collector, report, kept, directory)
 
     def _publish(
         self, trainer: Trainer, collector: QueryCollector, report: Report, kept: Sequence[Query], directory: Path
     ) -> None:
+        self._reporter.log_plan(report)
         readers = collector.readers({query.dataloader_idx for query in report.queries})
         panel = self._reporter.draw(report, kept, readers)
         if bridge.is_trial_run(trainer):

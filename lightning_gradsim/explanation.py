@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples, tensors_of
 from lightning_gradsim.clock import until
-from lightning_gradsim.engine import EngineSettings, run_pass
+from lightning_gradsim.engine import EngineSettings, ShardResult, merge_shards, score_shard
 from lightning_gradsim.errors import BatchFormatError
+from lightning_gradsim.memory import default_budget
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.query_side import QueryBatch
 from lightning_gradsim.report import QueryReport, Report
@@ -70,10 +71,27 @@ class Reading:
     Attributes:
         seconds: Time for it; what then has not been read, the next passes read. ``None`` for all of it.
         start: Where the last pass stopped, in the order of ``Reference.in_turn``.
+        rank: Which of several processes reads; each reads a share.
+        world_size: How many there are.
     """
 
     seconds: float | None = None
     start: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one process found.
+
+    Attributes:
+        shard: Of its share of the training samples.
+        reached: The first place in the order of reading, over all processes, that this one left unread.
+    """
+
+    shard: ShardResult
+    reached: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +173,7 @@ def make_reference(
     return Reference(reader, words, augmented, _class_names(reader.dataset), tuple(notes), seed)
 
 
-def compute_report(
+def score_part(
     module: nn.Module,
     adapter: Adapter,
     selection: QuerySelection,
@@ -163,30 +181,57 @@ def compute_report(
     settings: EngineSettings,
     run: RunContext,
     reading: Reading = Reading(),
-) -> tuple[Report, tuple[Query, ...]]:
-    """Score the queries of a validation against the reference.
+) -> Part:
+    """Score the queries of a validation against this process's share of the reference.
 
     Args:
         module: The user's module; it is left as found.
         adapter: Reads batches; bound to the module.
-        selection: The queries.
+        selection: The queries, of all processes.
         reference: The training samples.
         settings: Layers, similarity, length of the lists.
         run: How the run treats batches.
         reading: How much of the reference is read.
 
     Returns:
-        The report, without epoch, step and cost, and the kept copy of each of its queries.
+        What was found.
     """
     query_batches = [
         QueryBatch(positions, run.to_device(batch))
         for positions, batch in join_samples([query.data for query in selection.queries])
     ]
     reader = reference.reader if reading.seconds is None else reference.in_turn(reading.start)
-    num_batches = -(-len(reader) // reader.batch_size)
-    batches = run.show_progress(until(reader.batches(), reading.seconds), num_batches, "gradient similarity")
+    share = reader.share(reading.rank, reading.world_size)
+    num_batches = -(-len(share) // share.batch_size)
+    batches = run.show_progress(until(share.batches(), reading.seconds), num_batches, "gradient similarity")
     train_batches = ((ids, run.move(batch)) for ids, batch in batches)
-    result = run_pass(module, adapter, query_batches, train_batches, settings, run.forward_context)
+    if settings.memory_budget is None:
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        settings = replace(settings, memory_budget=default_budget(device, reading.world_size))
+    shard = score_shard(module, adapter, query_batches, train_batches, settings, run.forward_context)
+    unread = share.ids[len(shard.suspects) :]
+    reached = int((reader.ids == unread[0]).nonzero()) if len(unread) else len(reader)
+    return Part(shard, reached)
+
+
+def make_report(
+    parts: Sequence[Part], selection: QuerySelection, reference: Reference, settings: EngineSettings
+) -> tuple[Report, tuple[Query, ...]]:
+    """The report of what all processes found.
+
+    Args:
+        parts: What each of them found.
+        selection: The queries, of all processes.
+        reference: The training samples.
+        settings: Layers, similarity, length of the lists.
+
+    Returns:
+        The report, without epoch, step and cost, and the kept copy of each of its queries.
+
+    Raises:
+        NonFiniteError: If a loss or gradient of a training sample is not finite; the samples are named.
+    """
+    result = merge_shards([part.shard for part in parts], settings)
     errors_per_class, num_errors, num_validation_samples = selection.error_counts()
     still_wrong = {i: query for i, query in enumerate(selection.queries) if i in result.queries}
     queries = tuple(
@@ -196,9 +241,9 @@ def compute_report(
     notes = [*reference.notes, *_notes(selection, queries, has_teachers=result.has_teachers or not queries)]
     if result.ran_short:
         notes.append(RAN_SHORT)
-    words = reference.words
-    if result.num_samples < len(reader):
-        words = f"{result.num_samples:,} of {len(reader):,} training samples, as many as the time budget allows"
+    words, total = reference.words, len(reference.reader)
+    if result.num_samples < total:
+        words = f"{result.num_samples:,} of {total:,} training samples, as many as the time budget allows"
         notes.append(PARTIAL)
     report = Report(
         epoch=0,
@@ -207,7 +252,7 @@ def compute_report(
         similarity=settings.similarity,
         reference=words,
         num_train_samples=result.num_samples,
-        share_read=result.num_samples / max(1, len(reader)),
+        share_read=result.num_samples / max(1, total),
         num_validation_samples=num_validation_samples,
         num_errors=num_errors,
         errors_per_class=errors_per_class,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -44,6 +44,24 @@ def preserving(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
                 elif _may_hold_running_statistics(buffer):
                     buffer.data.copy_(value)
+
+
+@contextmanager
+def with_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give buffers other values, and restore what ``preserving`` does.
+
+    Args:
+        module: The user's module.
+        values: Values of all buffers by name, on any device; none at all leaves them as they are.
+
+    Yields:
+        Nothing.
+    """
+    with preserving(module):
+        if values:
+            for name, buffer in module.named_buffers():
+                buffer.copy_(values[name])
+        yield
 
 
 @contextmanager

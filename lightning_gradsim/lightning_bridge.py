@@ -18,7 +18,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from tqdm.auto import tqdm
@@ -74,7 +75,7 @@ def _own_generators(trainer: Trainer) -> list[tuple[Callable[[Any], Any], Any]]:
 
 
 def check_strategy(trainer: Trainer, callback_name: str) -> None:
-    """Refuse what is not supported: several processes, and modules that are cut into shards.
+    """Refuse strategies under which a process does not hold the whole module.
 
     Args:
         trainer: The trainer.
@@ -83,12 +84,32 @@ def check_strategy(trainer: Trainer, callback_name: str) -> None:
     Raises:
         MisconfigurationException: If the trainer uses such a strategy; on every rank alike.
     """
-    strategy = type(trainer.strategy).__name__
-    if trainer.world_size > 1 or isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)):
+    strategy = trainer.strategy
+    # Both are a `DDPStrategy` by inheritance only: one cuts the module into shards, the other does not communicate
+    # through `torch.distributed`.
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(
+        strategy, (DeepSpeedStrategy, XLAStrategy)
+    ):
         raise MisconfigurationException(
-            f"`{callback_name}` does not support `{strategy}` with {trainer.world_size} processes. Expected one "
-            "process on one device. Use `Trainer(devices=1)`, or leave the callback out."
+            f"`{callback_name}` does not support `{type(strategy).__name__}`. Expected one device "
+            "(`SingleDeviceStrategy`), or the whole module in every process (`DDPStrategy`). Use "
+            '`Trainer(devices=1)` or `Trainer(strategy="ddp")`, or leave the callback out.'
         )
+
+
+def buffers_to_share(trainer: Trainer, module: LightningModule) -> dict[str, torch.Tensor]:
+    """Buffers of rank zero, which may differ between processes: running statistics are those of their own batches.
+
+    Args:
+        trainer: The trainer.
+        module: The user's module.
+
+    Returns:
+        Copies on the CPU by name; none with one process, and on other ranks.
+    """
+    if trainer.world_size == 1 or not trainer.is_global_zero:
+        return {}
+    return {name: buffer.detach().cpu().clone() for name, buffer in module.named_buffers()}
 
 
 def check_forward(module: LightningModule, callback_name: str) -> None:

@@ -34,7 +34,8 @@ class LossCheck:
         self._handle: RemovableHandle | None = None
         self._module: nn.Module | None = None
         self._children: list[nn.Module] = []
-        self._output: Any = None
+        self._outputs: list[Any] = []  # the last two
+        self._is_wrapped = False
         self._child_output: Any = None
         self._has_own_hooks = False
 
@@ -48,13 +49,15 @@ class LossCheck:
         """Whether a step is being watched."""
         return self._handle is not None
 
-    def begin_step(self, module: nn.Module) -> None:
+    def begin_step(self, module: nn.Module, *, is_wrapped: bool = False) -> None:
         """Watch the module's outputs until ``end_step``.
 
         Args:
             module: The user's module.
+            is_wrapped: Whether the step itself is a call of the module, as under ``DistributedDataParallel``.
         """
         self.remove()
+        self._is_wrapped = is_wrapped
         self._module, self._children = module, list(module.children())
         self._handle = register_module_forward_hook(self._keep_output)
 
@@ -67,7 +70,9 @@ class LossCheck:
             returned: The loss that ``training_step`` returned, before any division for accumulation; ``None`` if it
                 returned none.
         """
-        output, child_output, has_own_hooks = self._output, self._child_output, self._has_own_hooks
+        outputs = self._outputs[:-1] if self._is_wrapped else self._outputs  # the last to end is the step
+        output = outputs[-1] if outputs else None
+        child_output, has_own_hooks = self._child_output, self._has_own_hooks
         self.remove()
         self._num_left -= 1
         if returned is None or (output is None and child_output is None):
@@ -112,13 +117,13 @@ class LossCheck:
             self._handle.remove()
         self._handle = self._module = None
         self._children = []
-        self._output = self._child_output = None
+        self._outputs, self._child_output = [], None
         self._has_own_hooks = False
 
     def _keep_output(self, module: nn.Module, _: Any, output: Any) -> None:
         if module is self._module:
-            self._output, self._has_own_hooks = output, bool(module._forward_hooks)
-        elif self._output is None and any(module is child for child in self._children):
+            self._outputs, self._has_own_hooks = [*self._outputs[-1:], output], bool(module._forward_hooks)
+        elif not self._outputs and any(module is child for child in self._children):
             # Criteria and metrics are children too; their outputs have no batch dimension.
             logits = find_logits(output)
             if logits is not None and logits.ndim and logits.is_floating_point():

@@ -42,16 +42,17 @@ def free_memory(device: torch.device) -> int:
         return available
 
 
-def default_budget(device: torch.device) -> int:
+def default_budget(device: torch.device, num_processes: int = 1) -> int:
     """The budget where none is stated, in bytes.
 
     Args:
         device: Where the pass runs.
+        num_processes: How many run it, each with a device of its own; beside a device they share one memory.
 
     Returns:
         A share of the free memory.
     """
-    return int(DEFAULT_SHARE * free_memory(device))
+    return int(DEFAULT_SHARE * free_memory(device)) // (1 if device.type == "cuda" else num_processes)
 
 
 def release_memory() -> None:

@@ -174,6 +174,8 @@ def merge_selections(selections: Sequence[QuerySelection]) -> QuerySelection:
         ``DistributedSampler`` repeats to give every process the same number. Samples without an id count each time.
     """
     first = selections[0]
+    if len(selections) == 1:
+        return first
     merged = QuerySelection(first.num_queries, first.policy, first.seed)
     merged.task = next((each.task for each in selections if each.task is not None), None)
     keys, outcomes = (

@@ -12,7 +12,7 @@ from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import copy_batch
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.queries import QuerySelection
-from lightning_gradsim.train_pass import SampleReader, is_in_order, make_reader, sample_ids
+from lightning_gradsim.train_pass import SampleReader, ids_in_order, make_reader
 
 
 class QueryCollector:
@@ -25,7 +25,7 @@ class QueryCollector:
         self._selection = selection
         self._failure: Exception | None = None
         self._loaders = loaders
-        self._ids = {i: sample_ids(each.dataset) if is_in_order(each) else None for i, each in enumerate(loaders)}
+        self._ids = {i: ids_in_order(each) for i, each in enumerate(loaders)}
         self._num_seen = dict.fromkeys(self._ids, 0)
 
     def collect(
@@ -53,7 +53,7 @@ class QueryCollector:
                 self._failure = error
 
     def result(self) -> QuerySelection:
-        """The queries.
+        """The queries of this process.
 
         Returns:
             The selection.

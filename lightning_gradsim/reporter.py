@@ -16,12 +16,14 @@ from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import (
     AUGMENTED,
+    Part,
     Reading,
     Reference,
     RunContext,
     collect_pictures,
-    compute_report,
     make_reference,
+    make_report,
+    score_part,
 )
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.report import Report
@@ -97,7 +99,7 @@ class Reporter:
         """Look at the training data anew before the next report."""
         self._reference = None
 
-    def compute(
+    def score(
         self,
         module: nn.Module,
         adapter: Adapter,
@@ -105,30 +107,41 @@ class Reporter:
         run: RunContext,
         reading: Reading,
         num_trial_batches: int | None,
-    ) -> tuple[Report, tuple[Query, ...]]:
-        """Score the queries.
+    ) -> Part:
+        """Score the queries against this process's share of the training data.
 
         Args:
             module: The user's module; it is left as found.
             adapter: Reads batches; bound to the module.
-            selection: The queries.
+            selection: The queries, of all processes.
             run: How the run treats batches.
             reading: How much of the training data is read.
             num_trial_batches: Read the first batches only, for a trial run.
 
         Returns:
-            The report, without epoch, step and cost, and the kept copy of each of its queries.
+            What was found.
         """
         own = self._settings
         if self._reference is None:
             self._reference = make_reference(self._source, adapter, own.max_train_samples, own.seed, num_trial_batches)
             if self._reference.augmented:
                 self._warn(AUGMENTED)
-        report, kept = compute_report(module, adapter, selection, self._reference, own.engine, run, reading)
-        self._log_plan(report)
-        if own.class_names is not None:
-            report = replace(report, class_names=tuple(own.class_names))
-        return report, kept
+        return score_part(module, adapter, selection, self._reference, own.engine, run, reading)
+
+    def make_report(self, parts: Sequence[Part], selection: QuerySelection) -> tuple[Report, tuple[Query, ...]]:
+        """The report of what all processes found.
+
+        Args:
+            parts: What ``score`` gave on each of them.
+            selection: The queries, of all processes.
+
+        Returns:
+            The report, without epoch, step and cost, and the kept copy of each of its queries.
+        """
+        own = self._settings
+        assert self._reference is not None
+        report, kept = make_report(parts, selection, self._reference, own.engine)
+        return report if own.class_names is None else replace(report, class_names=tuple(own.class_names)), kept
 
     def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> NDArray[np.uint8]:
         """The panel of a report.
@@ -166,8 +179,12 @@ class Reporter:
         for writer in writers:
             write_tensorboard(writer, report, panel, self._settings.name)
 
-    def _log_plan(self, report: Report) -> None:
-        """Once, and again where it is another one."""
+    def log_plan(self, report: Report) -> None:
+        """Log the plan once, and again where it is another one.
+
+        Args:
+            report: The report.
+        """
         steps = "" if report.plan is None else str([(layer.name, layer.step) for layer in report.plan.layers])
         if steps != self._logged_plan:
             self._logged_plan = steps

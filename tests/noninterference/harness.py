@@ -66,14 +66,13 @@ def record_run(case: Case, callbacks: Sequence[Callback]) -> RunRecord:
         ordered = [*beside, *callbacks] if case.companions_first else [*callbacks, *beside]
         trainer = Trainer(
             accelerator="cpu",
-            devices=1,
             logger=logger,
             default_root_dir=root,
             callbacks=[*ordered, observer, saver],  # the observer looks after the callback, the saver comes last anyway
             enable_progress_bar=False,
             enable_model_summary=False,
             log_every_n_steps=1,
-            **{"max_epochs": 2, **case.trainer},
+            **{"devices": 1, "max_epochs": 2, **case.trainer},
         )
         trainer = case.run(trainer, module, data) or trainer
         observer.record_end(trainer, module)

@@ -73,6 +73,13 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Still(Classifier):
+    """Training leaves it as it is, in any number of processes."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
 def strict(**options: Any) -> GradSimCallback:
     """A callback whose failures arrive, on no budget; with eight queries, since writing takes longer than making."""
     return GradSimCallback(**{"on_error": "raise", "num_queries": 8, "time_budget": None, **options})

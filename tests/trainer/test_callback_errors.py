@@ -9,8 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -410,7 +418,7 @@ class TestFailures:
     @pytest.fixture
     def fail(self, monkeypatch):
         """Makes the report fail at the validations with these numbers, counted from 0."""
-        compute_report = lightning_gradsim.reporter.compute_report
+        score_part = lightning_gradsim.reporter.score_part
 
         def fail(*numbers):
             calls = iter(range(100))
@@ -419,9 +427,9 @@ class TestFailures:
                 number = next(calls)
                 if number in numbers:
                     raise RuntimeError(f"boom {number}")
-                return compute_report(*args, **kwargs)
+                return score_part(*args, **kwargs)
 
-            monkeypatch.setattr(lightning_gradsim.reporter, "compute_report", compute)
+            monkeypatch.setattr(lightning_gradsim.reporter, "score_part", compute)
 
         return fail
 
@@ -621,21 +629,32 @@ def test_the_sanity_check_is_skipped_silently(tmp_path):
     assert gradsim.report not in (None, first)
 
 
-class TestStrategies:
-    def test_several_processes(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(Trainer, "world_size", property(lambda _: 2))
-        with pytest.raises(MisconfigurationException, match=r"`SingleDeviceStrategy` with 2 processes.*devices=1"):
-            fit(tmp_path, GradSimCallback(), callbacks=[Untouched()])
+class OwnStrategy(Strategy):
+    """Of the user's own; nobody knows what a process holds."""
 
+
+OwnStrategy.__abstractmethods__ = frozenset()
+
+
+class OwnDDP(DDPStrategy):
+    """A few options more."""
+
+
+class TestStrategies:
     @pytest.mark.parametrize("fn", ["fit", "validate"])
-    def test_shards(self, fn):
-        trainer = SimpleNamespace(world_size=1, strategy=FSDPStrategy.__new__(FSDPStrategy))
-        with pytest.raises(MisconfigurationException, match="`GradSimCallback` does not support `FSDPStrategy`"):
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize(
+        "strategy", [FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, XLAStrategy, OwnStrategy]
+    )
+    def test_strategies_that_cut_the_module_or_that_nobody_knows(self, strategy, rank, fn):
+        trainer = SimpleNamespace(world_size=2, global_rank=rank, strategy=object.__new__(strategy))
+        words = rf"`GradSimCallback` does not support `{strategy.__name__}`.*SingleDeviceStrategy.*DDPStrategy.*\"ddp\""
+        with pytest.raises(MisconfigurationException, match=words):
             GradSimCallback().setup(trainer, Classifier(), fn)
 
-    def test_one_device(self):
-        trainer = SimpleNamespace(world_size=1, strategy=SingleDeviceStrategy("cpu"))
-        lightning_bridge.check_strategy(trainer, "GradSimCallback")
+    @pytest.mark.parametrize("strategy", [SingleDeviceStrategy, DDPStrategy, OwnDDP])
+    def test_strategies_that_are_supported(self, strategy):
+        lightning_bridge.check_strategy(SimpleNamespace(strategy=object.__new__(strategy)), "GradSimCallback")
 
 
 class Regularised(Classifier):

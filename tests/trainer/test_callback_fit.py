@@ -527,7 +527,7 @@ class TestCost:
             def on_train_batch_end(self, *_):
                 now[0] += 1.0
 
-        slow("compute_report", 3.0)
+        slow("score_part", 3.0)
         slow("mistake_panel", 1.0)
         _, _, recorder = fit(tmp_path, callbacks=[Training()], max_epochs=2)
         assert [report.seconds for report in recorder.reports] == [4.0, 4.0]

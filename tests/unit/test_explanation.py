@@ -14,8 +14,9 @@ from lightning_gradsim.explanation import (
     PANEL_TILES,
     RunContext,
     collect_pictures,
-    compute_report,
     make_reference,
+    make_report,
+    score_part,
 )
 from lightning_gradsim.queries import QuerySelection
 from lightning_gradsim.train_pass import make_reader
@@ -88,7 +89,8 @@ def setting():
 
 def report_of(module, adapter, train, selection, run=None, **settings):
     reference = make_reference(train, adapter, None, 0)
-    return compute_report(module, adapter, selection, reference, EngineSettings(**settings), run or context())[0]
+    parts = [score_part(module, adapter, selection, reference, EngineSettings(**settings), run or context())]
+    return make_report(parts, selection, reference, EngineSettings(**settings))[0]
 
 
 def test_report(setting):
