@@ -21,7 +21,7 @@ test-slow: $(VENV)/.dev ## Run the slow tests
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu -s
 
 lint: $(VENV)/.dev ## Check style, types, import contracts and spelling
 	$(BIN)/ruff check .

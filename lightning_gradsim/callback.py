@@ -229,6 +229,12 @@ class GradSimCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what an earlier run saved; missing entries keep their values."""
+        version = state_dict.get("version", STATE_VERSION)
+        if version > STATE_VERSION:
+            self._failures.warn_once(
+                f"the checkpoint holds a state of version {version}, this release knows version {STATE_VERSION}: what "
+                "it does not know is left out. Resume with the release that wrote the checkpoint to keep all of it"
+            )
         self._clock.carry_over(float(state_dict.get("seconds", 0.0)))
         self._failures.in_a_row = int(state_dict.get("failures", 0)) % MAX_FAILURES  # one that has stopped tries again
         self._num_read = int(state_dict.get("num_read", 0))

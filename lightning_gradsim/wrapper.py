@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
@@ -13,35 +13,29 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_gradsim.errors import (
     GradSimError,
-    LayerSelectionError,
-    LossError,
     SampleMixingError,
-    UnsupportedLayerError,
 )
 from lightning_gradsim.factors import Factors, OuterFactors, concatenate_positions
 from lightning_gradsim.gradient_checks import (
     Problems,
-    check_batch_statistics,
     find_call_problem,
     find_mixed_rows,
-    find_sharing,
-    find_used_uncalled,
     find_wrong_sums,
 )
+from lightning_gradsim.ladder import Ladder, find_rule_or_problem, joined
 from lightning_gradsim.layer_selection import (
     LayerSpec,
     Selection,
     check_layer_spec,
     own_parameters,
     parameter_names,
-    select_layers,
     trainable_layers,
 )
 from lightning_gradsim.precision import SUM_SHARE, raise_half, scale_rows
 from lightning_gradsim.recorder import Call, Output, Recorder
 from lightning_gradsim.replay import Replay
-from lightning_gradsim.rules import Rule, find_rule, find_sampler, keep_parameters, sampler_factors, split_gradients
-from lightning_gradsim.whole_module import Gradients, Recompute, WholeModule
+from lightning_gradsim.rules import Rule, keep_parameters, split_gradients
+from lightning_gradsim.whole_module import Gradients, Recompute
 
 
 class PerSampleGradients:
@@ -56,11 +50,6 @@ class PerSampleGradients:
     The first batch settles which layers are called and how each is served, and is checked: the factors' sum must equal
     autograd's gradient of the summed losses, and a sample's loss must depend on its own rows alone. So what cannot be
     exact raises.
-
-    Attributes:
-        selection: Names of the chosen layers, each with the names of the chosen parameters in it; empty before the
-            first batch for ``layers="last"``.
-        reasons: Why a layer is not served by hooks, by name.
 
     Example::
 
@@ -78,19 +67,24 @@ class PerSampleGradients:
     def __init__(self, module: nn.Module, layers: LayerSpec = "last") -> None:
         check_layer_spec(layers)
         self._module = module
-        self._spec = layers
         self._recorder = Recorder()
-        self._layers: dict[str, nn.Module] = {}
-        self._rules: dict[str, Rule | Replay] = {}
-        self._callers: dict[str, str] = {}
-        self._moved: list[str] = []
+        self._ladder = Ladder(module, layers, self._recorder)
         self._own_names: dict[str, tuple[str, ...]] = {}
-        self._whole: WholeModule | None = None
         self._unused: dict[str, Factors] = {}
-        self._is_settled = False
         self._rows_are_checked = False
-        self.selection: Selection = {}
-        self.reasons: Problems = {}
+
+    @property
+    def selection(self) -> Selection:
+        """Names of the chosen layers, each with the names of the chosen parameters in it.
+
+        Empty before the first batch for ``layers="last"``.
+        """
+        return self._ladder.selection
+
+    @property
+    def reasons(self) -> Problems:
+        """Why a layer is not served by hooks, by name."""
+        return self._ladder.reasons
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,7 +98,7 @@ class PerSampleGradients:
         ``rule``: a rule of ours; ``opacus``: a sampler of Opacus; ``vmap(layer)``: the layer's calls run again, all
         samples at once; ``vmap(module)``: the whole module does; ``one at a time``: either, a sample after the other.
         """
-        return {name: self._step(name) for name in self.selection}
+        return {name: self._ladder.step(name) for name in self.selection}
 
     def names_by_layer(self) -> dict[str, list[str]]:
         """Names of the chosen layers, or of single parameters where only some of a layer's are chosen, by layer."""
@@ -112,9 +106,10 @@ class PerSampleGradients:
 
     def __enter__(self) -> PerSampleGradients:
         """Check the choice of layers as far as it can be known, and start to watch."""
-        self.selection = select_layers(self._module, self._spec)
-        layers = trainable_layers(self._module)
-        without_rule = [name for name, layer in layers.items() if isinstance(_find_rule(name, layer), GradSimError)]
+        layers = self._ladder.select()
+        without_rule = [
+            name for name, layer in layers.items() if isinstance(find_rule_or_problem(name, layer), GradSimError)
+        ]
         self._recorder.watch(layers, replayed=without_rule, whole_graph=True)
         return self
 
@@ -170,9 +165,9 @@ class PerSampleGradients:
             GradSimError: If a gradient cannot be exact.
         """
         return {
-            _joined(name, [own])[0]: gradients
+            joined(name, [own])[0]: gradients
             for name, factors in self.compute(losses, batch).items()
-            for own, gradients in split_gradients(self._layers[name], factors, self.selection[name]).items()
+            for own, gradients in split_gradients(self._ladder.layers[name], factors, self.selection[name]).items()
         }
 
     def factors(
@@ -201,11 +196,11 @@ class PerSampleGradients:
                 f"`losses` has shape {tuple(losses.shape)}. Expected one loss a sample, [B]: use a loss with "
                 '`reduction="none"`, averaged over all but the first dimension.'
             )
-        first = not self._is_settled
+        first = not self._ladder.is_settled
         if first:
-            self._settle(losses)
+            self._ladder.settle(losses)
         for name, problem in self._find_problems(losses).items():
-            self._move_to_whole(name, problem, may_move=first)
+            self._ladder.move_to_whole(name, problem, may_move=first)
         weights = torch.ones_like(losses)
         scales = self._recorder.find_scales([call for _, call in self._hooked_calls()], losses)
         result = self._from_hooks(losses, weights if scales is None else scales, scales, retain=retain or first)
@@ -215,21 +210,28 @@ class PerSampleGradients:
                 weights = SUM_SHARE * scales
                 summands = self._from_hooks(losses, weights, None, retain=True)
             dtypes = {name: call.output_dtype for name, call in self._hooked_calls()}
-            wrong = find_wrong_sums(losses, weights, summands, self._layers, self.selection, dtypes, retain=retain)
+            wrong = find_wrong_sums(
+                losses, weights, summands, self._ladder.layers, self.selection, dtypes, retain=retain
+            )
             for name, problem in wrong.items():
-                self._move_to_whole(name, problem, may_move=True)
-            self._finish_settling(recompute)
-        result = {name: factors for name, factors in result.items() if name in self._rules}
+                self._ladder.move_to_whole(name, problem, may_move=True)
+            self._ladder.finish(recompute)
+        result = {name: factors for name, factors in result.items() if name in self._ladder.rules}
         self._unused.update({name: factors.unused(0) for name, factors in result.items() if name not in self._unused})
         unused = {name: template.unused(len(losses)) for name, template in self._unused.items() if name not in result}
         if not retain:
             self._recorder.calls.clear()
-        return self._in_order({**result, **unused, **self._from_whole(recompute, len(losses))})
+        return self._in_order({**result, **unused, **self._ladder.from_whole(recompute, len(losses))})
 
     def served_alone(self) -> str | None:
         """The only chosen layer, where a rule serves it; ``None`` otherwise, and before the first batch."""
-        rules = list(self._rules.items())
-        is_alone = self._is_settled and len(rules) == 1 and not self._moved and not isinstance(rules[0][1], Replay)
+        rules = list(self._ladder.rules.items())
+        is_alone = (
+            self._ladder.is_settled
+            and len(rules) == 1
+            and not self._ladder.moved
+            and not isinstance(rules[0][1], Replay)
+        )
         return rules[0][0] if is_alone else None
 
     def puts_out(self, name: str, values: Tensor) -> bool:
@@ -246,111 +248,9 @@ class PerSampleGradients:
 
     def factors_of(self, name: str, activations: Tensor, output_grads: Tensor) -> Factors:
         """Factors of a layer that a rule serves, from its input and the gradients by its output."""
-        rule = self._rules[name]
+        rule = self._ladder.rules[name]
         assert not isinstance(rule, Replay)  # as `served_alone` promises
         return self._by_rule(name, rule, activations, output_grads)
-
-    def _settle(self, losses: Tensor) -> None:
-        """Choose the layers after the first forward, and find those that hooks cannot serve."""
-        layers = trainable_layers(self._module)
-        called = list(dict.fromkeys(reversed(self._recorder.order)))[::-1]
-        self.selection = select_layers(self._module, self._spec, called)
-        self._layers = {name: layers[name] for name in self.selection}
-        for name in self.selection:
-            if name in self._recorder.without_grad:
-                raise LayerSelectionError(
-                    f'Layer `{name}` runs under "no_grad" in the forward pass, so it has no gradient. Leave it out of '
-                    "`layers`."
-                )
-        if not losses.requires_grad:
-            raise LossError(
-                "`losses` has no graph, so there is no gradient. 1. The outputs were detached. 2. The layers above run "
-                'under "no_grad" in the forward pass. Compute the losses from the outputs as they are.'
-            )
-        check_batch_statistics(self._module)
-        uncalled = {name: layer for name, layer in self._layers.items() if name not in self._recorder.calls}
-        used = find_used_uncalled(losses, uncalled)
-        if uncalled and not used and self._spec != "all":
-            raise LayerSelectionError(
-                f"Layer `{next(iter(uncalled))}` was not called in the forward pass, and the losses do not depend on "
-                "it. It is unused for this batch. Choose another layer."
-            )
-        without_rule: Problems = {}
-        for name, layer in self._layers.items():
-            sharing, found = find_sharing(name, layers), used.get(name) or _find_rule(name, layer)
-            if sharing is not None:
-                self._move_to_whole(name, sharing, may_move=True)
-            elif isinstance(found, GradSimError):
-                without_rule[name] = found
-            else:
-                self._rules[name] = found
-        self._settle_without_rule(without_rule, uncalled.keys() - used.keys())
-
-    def _settle_without_rule(self, without_rule: Mapping[str, GradSimError], unused: Collection[str]) -> None:
-        """Let the innermost call that holds a layer run again; where there is none, the whole module has to."""
-        parameters: dict[str, dict[str, nn.Parameter]] = {}
-        for name, problem in without_rule.items():
-            self.reasons[name] = problem
-            caller = name if name in unused else self._find_caller(name)
-            if caller is None:
-                self._move_to_whole(name, problem, may_move=True)
-                continue
-            self._callers[name] = caller
-            own = own_parameters(self._layers[name])
-            inner = _joined(name[len(caller) :].lstrip("."), self.selection[name])
-            parameters.setdefault(caller, {}).update(
-                {path: own[chosen] for path, chosen in zip(inner, self.selection[name], strict=True)}
-            )
-        replays = {caller: Replay(self._module.get_submodule(caller), chosen) for caller, chosen in parameters.items()}
-        self._rules.update({name: replays[caller] for name, caller in self._callers.items()})
-
-    def _find_caller(self, name: str) -> str | None:
-        path = name.split(".")
-        holders = [".".join(path[:length]) for length in range(len(path), -1, -1)]
-        return next((holder for holder in holders if self._can_replay(holder)), None)
-
-    def _can_replay(self, name: str) -> bool:
-        calls = self._recorder.calls.get(name, [])
-        return bool(calls) and all(call.inputs is not None for call in calls)
-
-    def _finish_settling(self, recompute: Recompute | None) -> None:
-        if self._moved and recompute is None:
-            raise self.reasons[self._moved[0]]
-        seen: set[int] = set()
-        for name in self._moved:  # a tied parameter counts once, for the first of its layers
-            parameters = own_parameters(self._layers[name])
-            self.selection[name] = tuple(own for own in self.selection[name] if id(parameters[own]) not in seen)
-            seen |= {id(parameters[own]) for own in self.selection[name]}
-        self.selection = {name: chosen for name, chosen in self.selection.items() if chosen}
-        self._moved = [name for name in self._moved if name in self.selection]
-        if self._moved:
-            chosen = {
-                path: own_parameters(self._layers[name])[own]
-                for name in self._moved
-                for path, own in zip(_joined(name, self.selection[name]), self.selection[name], strict=True)
-            }
-            self._whole = WholeModule(self._module, chosen)
-        replayed = {self._callers[name] for name, rule in self._rules.items() if isinstance(rule, Replay)}
-        watched = replayed | {name for name, rule in self._rules.items() if not isinstance(rule, Replay)}
-        layers = {name: layer for name, layer in self._module.named_modules() if name in watched}
-        self._recorder.watch(layers, replayed=replayed, whole_graph=False)
-        self._is_settled = True
-
-    def _move_to_whole(self, name: str, problem: GradSimError, *, may_move: bool) -> None:
-        # Once factors of a layer were handed out, others of another form cannot be compared with them.
-        if not may_move:
-            raise problem
-        self.reasons[name] = problem
-        self._moved.append(name)
-        self._rules.pop(name, None)
-
-    def _step(self, name: str) -> str:
-        if name in self._moved:
-            return "vmap(module)" if self._whole is None or self._whole.step == "vmap" else self._whole.step
-        rule = self._rules.get(name)
-        if isinstance(rule, Replay):
-            return rule.step
-        return "rule" if rule is not sampler_factors else "opacus"
 
     def _find_problems(self, losses: Tensor) -> Problems:
         """Calls of this forward that cannot be told apart by sample, by name of the layer."""
@@ -367,7 +267,9 @@ class PerSampleGradients:
 
     def _hooked_calls(self) -> list[tuple[str, Call]]:
         return [
-            (name, call) for name in self._rules for call in self._recorder.calls.get(self._callers.get(name, name), [])
+            (name, call)
+            for name in self._ladder.rules
+            for call in self._recorder.calls.get(self._ladder.caller_of(name), [])
         ]
 
     def _from_hooks(
@@ -382,7 +284,7 @@ class PerSampleGradients:
                 grads = torch.zeros(call.output_shape, dtype=call.output_dtype, device=call.activations.device)
             elif scales is not None:
                 grads = scale_rows(grads, 1 / scales)
-            rule = self._rules.get(name)
+            rule = self._ladder.rules.get(name)
             try:
                 if isinstance(rule, Replay):
                     if id(call) not in replayed:
@@ -394,27 +296,11 @@ class PerSampleGradients:
                 named = type(error)(f"Layer `{name}`: {error}")
                 if not isinstance(rule, Replay):
                     raise named from error
-                self._move_to_whole(name, named, may_move=not self._is_settled)
-        return {name: concatenate_positions(of_layer) for name, of_layer in parts.items() if name in self._rules}
-
-    def _from_whole(self, recompute: Recompute | None, num_samples: int) -> dict[str, Factors]:
-        if self._whole is None:
-            return {}
-        if recompute is None:
-            raise self.reasons[self._moved[0]]
-        try:
-            gradients = self._whole.gradients(recompute, num_samples)
-        except SampleMixingError as error:
-            # What was found on the way here names the layer.
-            known = [self.reasons[name] for name in self._moved]
-            raise next((problem for problem in known if isinstance(problem, SampleMixingError)), error) from error
-        return {
-            name: OuterFactors.from_gradients([gradients[path] for path in _joined(name, self.selection[name])])
-            for name in self._moved
-        }
+                self._ladder.move_to_whole(name, named, may_move=not self._ladder.is_settled)
+        return {name: concatenate_positions(of_layer) for name, of_layer in parts.items() if name in self._ladder.rules}
 
     def _by_rule(self, name: str, rule: Rule, activations: Tensor, grads: Tensor) -> Factors:
-        layer = self._layers[name]
+        layer = self._ladder.layers[name]
         # Raised before the rule: a sum over positions in half precision would be off by per cents.
         factors = rule(layer, raise_half(activations), raise_half(grads))
         dtype = torch.promote_types(grads.dtype, torch.float32)
@@ -425,19 +311,7 @@ class PerSampleGradients:
         return keep_parameters(layer, factors.to(dtype=dtype), self._own_names[name], self.selection[name])
 
     def _replayed(self, name: str, gradients: Gradients) -> Factors:
-        inner = name[len(self._callers[name]) :].lstrip(".")
-        return OuterFactors.from_gradients([gradients[path] for path in _joined(inner, self.selection[name])])
+        return OuterFactors.from_gradients([gradients[path] for path in self._ladder.path_in_caller(name)])
 
     def _in_order(self, result: Mapping[str, Factors]) -> dict[str, Factors]:
         return {name: result[name] for name in self.selection if name in result}
-
-
-def _find_rule(name: str, layer: nn.Module) -> Rule | GradSimError:
-    try:
-        return find_sampler(layer) or find_rule(name or type(layer).__name__, layer)
-    except UnsupportedLayerError as error:
-        return error
-
-
-def _joined(name: str, inner: Sequence[str]) -> list[str]:
-    return [f"{name}.{each}" if name else each for each in inner]

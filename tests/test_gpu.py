@@ -1,9 +1,14 @@
 """What can only be seen on a CUDA device."""
 
+import copy
+
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_gradsim import GradSimCallback
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.engine import EngineSettings, run_pass
 from lightning_gradsim.query_side import QueryBatch
@@ -113,3 +118,109 @@ def test_the_random_state_of_the_device_is_left_alone():
     state = torch.cuda.get_rng_state()
     run(conv_net(), make_data(NUM_QUERIES, 2, 8, 8), make_data(NUM_TRAIN, 2, 8, 8), "cuda", layers="all")
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_the_peak_stays_within_the_budget():
+    """What a pass takes beside module, queries and batches, over a module whose batch would not fit."""
+    budget = 256 * 2**20
+    module = nn.Sequential(nn.Linear(64, 2**16), nn.ReLU(), nn.Linear(2**16, 64), nn.ReLU(), nn.Linear(64, 4))
+    train = make_data(4096, 64)
+    queries = make_data(NUM_QUERIES, 64)
+    module, adapter = module.to("cuda").eval(), Adapter()
+    adapter.bind(module)
+    batch = tuple(part.to("cuda") for part in train)
+    query_batch = QueryBatch(range(NUM_QUERIES), tuple(part.to("cuda") for part in queries))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    settings = EngineSettings(layers="last:2", memory_budget=budget)
+    found = run_pass(module, adapter, [query_batch], [(torch.arange(4096), batch)], settings)
+    assert found.num_samples == 4096
+    assert torch.cuda.max_memory_allocated() - before <= budget
+
+
+class Classifier(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(conv_net(), nn.Dropout(0.2), nn.Linear(4, 4))
+        self.criterion = nn.CrossEntropyLoss()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.criterion(self(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", self.criterion(self(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def flags():
+    return {
+        "benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": torch.backends.cudnn.deterministic,
+        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "attention": torch.backends.mha.get_fastpath_enabled(),
+    }
+
+
+def fit(tmp_path, callbacks, precision, num_train=400, max_epochs=2):
+    seed_everything(1, verbose=False)
+    module = Classifier()
+    train, val = (TensorDataset(*make_data(number, 2, 8, 8)) for number in (num_train, 100))
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        precision=precision,
+        max_epochs=max_epochs,
+        deterministic=True,
+        callbacks=callbacks,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(train, 20, shuffle=True), DataLoader(val, 50))
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return {
+        "weights": {name: value.cpu() for name, value in module.state_dict().items()},
+        "optimizer": copy.deepcopy(trainer.optimizers[0].state_dict()),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "random": (torch.get_rng_state(), torch.cuda.get_rng_state()),
+        "flags": flags(),
+    }
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    """What ``Trainer(deterministic=True)`` sets for good is set back."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.filterwarnings("ignore:.*logger.*:lightning_gradsim.GradSimWarning")
+@pytest.mark.parametrize("layers", ["last", "all"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_training_stays_what_it_is(tmp_path, precision, layers):
+    """With the scaler of float16, too."""
+    gradsim = GradSimCallback(layers=layers, on_error="raise", time_budget=None)
+    found, expected = fit(tmp_path, [gradsim], precision), fit(tmp_path, [], precision)
+    assert gradsim.report is not None
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.filterwarnings("ignore:.*logger.*:lightning_gradsim.GradSimWarning")
+def test_the_share_of_the_time_is_kept(tmp_path):
+    gradsim = GradSimCallback(layers="all", time_budget=0.1, on_error="raise", num_queries=8)
+    fit(tmp_path, [gradsim], "32-true", num_train=20_000, max_epochs=10)
+    print(f"overhead: {gradsim.report.time_share:.1%} of the training time")  # noqa: T201
+    assert gradsim.report.time_share <= 0.2  # two reports of a run of seconds may read for a second

@@ -77,13 +77,42 @@ def test_resume(tmp_path):
     assert_exact(read(after), Truth(module), train_data(), val_data())
 
 
-def test_resumed_equals_uninterrupted(tmp_path):
-    train_and_save(tmp_path, [strict()])
-    resumed, whole = strict(), strict()
-    resume(tmp_path, [resumed])
-    train_and_save(tmp_path, [whole], max_epochs=4)
-    assert read(resumed).to_rows() == read(whole).to_rows()
-    assert read(resumed).suspects.to_rows() == read(whole).suspects.to_rows()
+RUNS = {
+    "plain": ({}, {}),
+    "all layers": ({"layers": "all", "similarity": "asymmetric"}, {}),
+    "every second epoch": ({"every_n_epochs": 2}, {}),
+    "by steps": ({"every_n_steps": 10}, {"val_check_interval": 0.5}),
+    "after a warmup": ({"warmup_epochs": 2}, {}),
+    "the last epoch": ({"last_epoch_only": True}, {}),
+    "chosen at random": ({"query_policy": "random", "max_train_samples": 30, "seed": 5}, {}),
+    "across epochs": ({}, {"val_check_interval": 5, "check_val_every_n_epoch": None}),
+}
+
+
+def without_cost(report):
+    return {**report.to_dict(), "seconds": None, "time_share": None, "plan": None}
+
+
+@pytest.mark.parametrize(("settings", "options"), RUNS.values(), ids=RUNS)
+def test_resumed_at_any_epoch_equals_uninterrupted(tmp_path, settings, options):
+    def run(callbacks, max_epochs, **fit_options):
+        trainer = make_trainer(tmp_path, callbacks, max_epochs=max_epochs, **options)
+        trainer.fit(Classifier(), loader(train_data()), loader(val_data()), **fit_options)
+        return trainer
+
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    recorder = Recorder(strict(**settings))
+    run([recorder.gradsim, recorder, Saves()], 5)
+    assert recorder.reports
+    for epoch in range(4):
+        resumed = Recorder(strict(**settings))
+        run([resumed.gradsim, resumed], 5, ckpt_path=tmp_path / f"{epoch}.ckpt")
+        expected = [without_cost(report) for report in recorder.reports if report.epoch > epoch]
+        assert [without_cost(report) for report in resumed.reports] == expected
+        assert resumed.gradsim.state_dict()["num_read"] == recorder.gradsim.state_dict()["num_read"]
 
 
 def test_seconds_add_up_over_a_resume():
@@ -106,6 +135,15 @@ def test_share_of_time_after_a_resume_is_that_of_this_run(tmp_path):
 @pytest.mark.parametrize("state", [{}, {"version": 1}, {"version": 1, "seconds": 3.0, "failures": 1, "more": [1]}])
 def test_states_of_other_versions_load(state):
     strict().load_state_dict(state)
+
+
+def test_a_state_of_a_newer_version_is_told():
+    with collect_warnings() as texts:
+        strict().load_state_dict({"version": 99, "seconds": 3.0})
+    assert texts == [
+        "`GradSimCallback`: the checkpoint holds a state of version 99, this release knows version 2: what it does not "
+        "know is left out. Resume with the release that wrote the checkpoint to keep all of it."
+    ]
 
 
 def test_a_checkpoint_made_without_the_callback(tmp_path):
