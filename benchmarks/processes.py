@@ -43,12 +43,12 @@ class Row:
 
 
 ROWS = {
-    "conv/last": Row(ConvNet, (1, 28, 28), "last", 10_000),
-    "conv/all": Row(ConvNet, (1, 28, 28), "all", 4_000),
-    "mlp/last": Row(MLP, (784,), "last", 20_000),
-    "mlp/all": Row(MLP, (784,), "all", 10_000),
-    "resnet/last": Row(ResNet18, (3, 32, 32), "last", 600),
-    "resnet/all": Row(ResNet18, (3, 32, 32), "all", 200),
+    "conv/last": Row(ConvNet, (1, 28, 28), "last", 20_000),
+    "conv/all": Row(ConvNet, (1, 28, 28), "all", 10_000),
+    "mlp/last": Row(MLP, (784,), "last", 50_000),
+    "mlp/all": Row(MLP, (784,), "all", 30_000),
+    "resnet/last": Row(ResNet18, (3, 32, 32), "last", 2_000),
+    "resnet/all": Row(ResNet18, (3, 32, 32), "all", 400),
 }
 
 
