@@ -1,6 +1,8 @@
 import importlib
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,3 +58,16 @@ def test_the_benchmarked_network_is_that_of_the_example(load):
     spec.loader.exec_module(example)
     ours, theirs = load("engine_models").ConvNet().state_dict(), example.ConvNet().state_dict()
     assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_processes_measures_a_row(tmp_path):
+    path = tmp_path / "processes.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "processes.py"), "--only", "mlp/last"]
+    command += ["--samples", "200", "--queries", "4", "--repeats", "1", "--json", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    (result,) = json.loads(path.read_text()).values()
+    assert result["samples"] == 200
+    assert all(len(result[name]) == 1 and result[name][0] > 0 for name in ("one", "two", "one, cpu", "two, cpu"))
+    assert "mlp/last" in printed.stdout

@@ -29,7 +29,9 @@ class Raised:
     message: str
 
 
-def run_processes(job: Callable[[], Any], directory: Path, world_size: int = 2) -> list[Any]:
+def run_processes(
+    job: Callable[[], Any], directory: Path, world_size: int = 2, *, seconds: float = SECONDS
+) -> list[Any]:
     """Run a job in processes of their own, as an outer launcher such as ``torchrun`` does; Lightning joins them.
 
     They are forks of this process: nothing is imported anew, and the job may be any function. What they return, or a
@@ -44,7 +46,7 @@ def run_processes(job: Callable[[], Any], directory: Path, world_size: int = 2) 
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
@@ -57,7 +59,7 @@ def run_processes(job: Callable[[], Any], directory: Path, world_size: int = 2) 
 
 def ddp(**options: Any) -> dict[str, Any]:
     """Arguments of a Trainer in a job of two processes."""
-    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=SECONDS), **options)
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(hours=1), **options)
     return {"strategy": strategy, "devices": 2}
 
 

@@ -12,6 +12,7 @@ from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import (
     PANEL_QUERIES,
     PANEL_TILES,
+    Reading,
     RunContext,
     collect_pictures,
     make_reference,
@@ -311,3 +312,50 @@ def test_nothing_to_draw(setting):
     module, adapter, train, _ = setting
     report = report_of(module, adapter, train, QuerySelection(5))
     assert pictures(report, (), train) == ([], {})
+
+
+@pytest.mark.parametrize("seconds", [None, 1e6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 70])
+def test_several_processes_read_a_share_each(setting, monkeypatch, world_size, seconds):
+    module, adapter, train, validation = setting
+    monkeypatch.setattr("lightning_gradsim.explanation.default_budget", lambda _, number: 10**9 // number)
+    selection, reference = validate(module, adapter, validation), make_reference(train, adapter, None, 0)
+    parts = [
+        score_part(
+            module, adapter, selection, reference, EngineSettings(), context(), Reading(seconds, 7, rank, world_size)
+        )
+        for rank in range(world_size)
+    ]
+    shares = [part.shard.suspects.sample_ids.tolist() for part in parts]
+    assert sorted(sample_id for share in shares for sample_id in share) == list(range(NUM_TRAIN))
+    assert max(map(len, shares)) < NUM_TRAIN / world_size + 8
+    assert {part.reached for part in parts} == {NUM_TRAIN}
+    assert {part.shard.plan.memory_budget for part in parts if part.shard.plan} == {10**9 // world_size}
+    report, kept = make_report(parts, selection, reference, EngineSettings())
+    alone = report_of(module, adapter, train, selection)
+    assert [query.sample_id for query in report.queries] == [query.sample_id for query in alone.queries]
+    for ours, theirs in zip(report.queries, alone.queries, strict=True):
+        assert [sample.sample_id for sample in ours.harmful] == [sample.sample_id for sample in theirs.harmful]
+    assert report.suspects.sample_ids.tolist() == alone.suspects.sample_ids.tolist()
+    assert (report.reference, report.share_read) == ("all 60 training samples", 1.0)
+    assert len(kept) == len(report.queries)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_reached_is_the_first_place_left_unread(setting, world_size):
+    """In batches of 5: one for each process, of runs that take turns."""
+    module, adapter, train, validation = setting
+    loader = DataLoader(train, 5)
+    selection, reference = validate(module, adapter, validation), make_reference(loader, adapter, None, 0)
+    parts = [
+        score_part(
+            module, adapter, selection, reference, EngineSettings(), context(), Reading(0.0, 58, rank, world_size)
+        )
+        for rank in range(world_size)
+    ]
+    order = reference.in_turn(58).ids.tolist()
+    read = {sample_id for part in parts for sample_id in part.shard.suspects.sample_ids.tolist()}
+    assert min(part.reached for part in parts) == 5 * world_size
+    assert read == set(order[: 5 * world_size])
+    report, _ = make_report(parts, selection, reference, EngineSettings())
+    assert report.reference == f"{5 * world_size} of 60 training samples, as many as the time budget allows"

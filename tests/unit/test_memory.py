@@ -80,6 +80,7 @@ def test_a_size_may_be_changed_on_the_way():
 def test_the_budget_is_a_share_of_what_is_free(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
     assert default_budget(CPU) == 250
+    assert default_budget(CPU, 2) == 125
     monkeypatch.undo()
     assert 2**20 < default_budget(CPU) < free_memory(CPU)
 
