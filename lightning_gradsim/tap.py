@@ -222,7 +222,7 @@ class Tap:
         if not number:
             return
         steps = torch.tensor([visit.step for visit in visits])[visit_of]
-        block = TappedBlock(torch.cat([visit.ids for visit in visits]), features, logits, targets, steps)
+        block = TappedBlock(torch.cat([visit.ids for visit in visits]), features, logits, targets, steps, features)
         self._consume(block if number == len(rows) else block.rows(rows))
 
     def _trained_on_own_labels(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 STATE_VERSION = 1
+AVERAGE_DECAY = 0.5
+"""Weight of earlier visits in the average: dropout and single steps move features more than a few epochs do."""
 KEPT_SHARE = 0.9
 """Share of the room that is filled after a thinning: the smaller, the rarer they are."""
 INDEX_BYTES = 32
@@ -27,6 +29,7 @@ class TappedBlock:
         logits: Its outputs ``[B, o]``, at least float32.
         targets: Targets, first dimension ``B``.
         steps: Number of updates before each, int64 ``[B]``.
+        averages: Features averaged over visits, float16 ``[B, i]``; of single visits the features themselves.
     """
 
     ids: Tensor
@@ -34,6 +37,7 @@ class TappedBlock:
     logits: Tensor
     targets: Tensor
     steps: Tensor
+    averages: Tensor
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -48,7 +52,7 @@ class TappedBlock:
         Returns:
             The block of those.
         """
-        return TappedBlock(self.ids[rows], self.features[rows], self.logits[rows], self.targets[rows], self.steps[rows])
+        return TappedBlock(**{name: values[rows] for name, values in vars(self).items()})
 
 
 class TappedSamples:
@@ -99,7 +103,9 @@ class TappedSamples:
             old = block.rows(is_known)
             changed = (self._rows.targets[places] != old.targets).reshape(len(old), self._rows.targets[:1].numel())
             self.num_relabelled += int(changed.any(1).sum())
-            _write(self._rows, places, old)
+            before = self._rows.averages[places].float()
+            average = AVERAGE_DECAY * before + (1 - AVERAGE_DECAY) * old.features.float()
+            _write(self._rows, places, replace(old, averages=average))
         self._append(block.rows(~is_known))
 
     def compute(self) -> TappedBlock | None:
@@ -172,7 +178,7 @@ class TappedSamples:
             self._keep_share()
 
     def _capacity(self, block: TappedBlock) -> int:
-        per_sample = INDEX_BYTES + 2 * block.features.shape[1] + 2 * block.logits.shape[1]
+        per_sample = INDEX_BYTES + 4 * block.features.shape[1] + 2 * block.logits.shape[1]
         per_sample += block.targets[:1].numel() * block.targets.element_size()
         return max(1, self._max_bytes // per_sample)
 
@@ -208,6 +214,7 @@ def _room(block: TappedBlock, old: TappedBlock | None, num_old: int, num_rows: i
         block.logits.new_zeros(num_rows, *block.logits.shape[1:], dtype=torch.float16),
         block.targets.new_zeros(num_rows, *block.targets.shape[1:]),
         block.steps.new_zeros(num_rows),
+        block.features.new_zeros(num_rows, *block.features.shape[1:]),
     )
     if old is not None:
         _write(room, torch.arange(num_old), old.rows(torch.arange(num_old)))

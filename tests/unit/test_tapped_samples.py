@@ -8,18 +8,20 @@ import torch
 from lightning_gradsim.tapped_samples import INDEX_BYTES, TappedBlock, TappedSamples, _draw
 
 FEATURES, CLASSES = 3, 2
-ROW_BYTES = INDEX_BYTES + 2 * (FEATURES + CLASSES) + 8
+ROW_BYTES = INDEX_BYTES + 2 * (2 * FEATURES + CLASSES) + 8
 
 
 def block(ids, start=0, targets=None):
     ids = torch.tensor(ids, dtype=torch.long)
     values = torch.arange(start, start + len(ids), dtype=torch.float32)[:, None]
+    features = (values + torch.arange(FEATURES)).half()
     return TappedBlock(
         ids,
-        (values + torch.arange(FEATURES)).half(),
+        features,
         values - torch.arange(CLASSES),
         ids % 5 if targets is None else torch.tensor(targets),
         torch.arange(start, start + len(ids)),
+        features,
     )
 
 
@@ -71,6 +73,12 @@ def test_the_newest_visit_of_every_sample(num_ids):
     assert samples.num_relabelled == 0
 
 
+def test_features_are_averaged_over_visits():
+    samples = fill([block([1, 2], start=0), block([2, 3], start=4), block([2], start=9)])
+    assert samples.compute().averages[:, 0].tolist() == [0.0, ((1 + 4) / 2 + 9) / 2, 5.0]
+    assert samples.compute().features[:, 0].tolist() == [0.0, 9.0, 5.0]
+
+
 def test_a_result_does_not_change_with_later_visits():
     samples = fill([block([1, 2])])
     rows = samples.compute()
@@ -119,7 +127,8 @@ def test_samples_that_come_with_another_target_are_counted():
 def test_another_head_begins_anew():
     samples = fill([block([1, 2])])
     wider = block([7])
-    wider = TappedBlock(wider.ids, torch.ones(1, FEATURES + 1).half(), wider.logits, wider.targets, wider.steps)
+    features = torch.ones(1, FEATURES + 1).half()
+    wider = TappedBlock(wider.ids, features, wider.logits, wider.targets, wider.steps, features)
     samples.update(wider)
     assert samples.compute().ids.tolist() == [7]
 
