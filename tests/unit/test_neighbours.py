@@ -64,6 +64,17 @@ def test_ties_go_to_the_smaller_row():
     assert_votes(found, reference(features, labels, 5, "euclidean"))
 
 
+@pytest.mark.parametrize("columns", [159, 160, 170, 400])
+@pytest.mark.parametrize("values", ["all different", "many ties"])
+def test_the_largest_of_many(columns, values):
+    closeness = torch.randn(20, columns) if values == "all different" else torch.randint(9, (20, columns)).float()
+    found, ids = neighbours._largest(closeness, torch.arange(columns) * 3, 4)
+    for i, row in enumerate(closeness.tolist()):
+        expected = sorted(range(columns), key=lambda j: (-row[j], j))[:4]
+        assert sorted(ids[i].tolist()) == sorted(3 * j for j in expected)
+        assert sorted(found[i].tolist()) == sorted(row[j] for j in expected)
+
+
 def test_ties_are_not_left_to_chance():
     features, labels = torch.zeros(50, 3), torch.arange(50)
     labels[:4] = 7
@@ -72,6 +83,16 @@ def test_ties_are_not_left_to_chance():
     expected[:4] = 0
     expected[7] = 0  # its label is that of its neighbours, the first three rows
     assert torch.equal(found, expected)
+
+
+def test_ties_in_a_subset_go_to_the_smaller_row_too():
+    limit = estimate_flops(50, 20, 3)
+    nearest = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:20].sort().values[:3].tolist()
+    labels = torch.zeros(50, dtype=torch.long)
+    labels[nearest] = 1
+    outside = [i for i in range(50) if i not in nearest]
+    found = neighbour_votes(torch.zeros(50, 3), labels, k=3, max_flops=limit)
+    assert (found.disagreement[outside] == 1).all()
 
 
 def test_several_labels_a_sample():
@@ -102,7 +123,7 @@ def test_a_subset_when_operations_are_limited():
     assert not torch.equal(found.disagreement, other.disagreement)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(None, 500), (1, 26), (10**12, 500), (500 * 100 * (2 * 8 + 160), 100)])
+@pytest.mark.parametrize(("limit", "expected"), [(None, 500), (1, 26), (10**12, 500), (500 * 100 * (2 * 8 + 100), 100)])
 def test_references_that_operations_allow_for(limit, expected):
     assert count_references(500, 8, 25, limit) == expected
 
