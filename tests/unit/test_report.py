@@ -108,7 +108,18 @@ def test_suspect_rows(limit, number):
     assert len(rows) == number
     for rank, (row, suspect) in enumerate(zip(rows, table(), strict=False), start=1):
         assert tuple(row) == SUSPECT_COLUMNS
-        assert row == {"rank": rank, **vars(suspect)}
+        values = {name: value for name, value in vars(suspect).items() if name != "parts"}
+        assert row == {"rank": rank, **values, "log_margin": None, "knn": None}
+
+
+def test_rows_of_suspects_from_training_steps():
+    parts = {"knn": torch.tensor([0.5, 1.0, 0.0, 0.25, 0.125])}
+    judged = replace(table(), score_name="margin_knn", parts=parts, visits=torch.arange(5))
+    rows = judged.to_rows()
+    assert [row["knn"] for row in rows] == [0.5, 1.0, 0.0, 0.25, 0.125]
+    assert [row["visits"] for row in rows] == [0, 1, 2, 3, 4]
+    assert {row["log_margin"] for row in rows} == {None}
+    assert (judged[1].parts, judged[1].visits) == ({"knn": 1.0}, 1)
 
 
 def test_suspect_csv(tmp_path):
@@ -123,6 +134,9 @@ def test_suspect_csv(tmp_path):
         "suggested_label": "2",
         "probability": "0.375",
         "score": "1.75",
+        "log_margin": "",
+        "knn": "",
+        "visits": "",
         "flagged": "False",
     }
 

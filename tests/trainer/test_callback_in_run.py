@@ -1,0 +1,240 @@
+"""Suspects from the training steps themselves."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+
+from lightning_gradsim.mislabel import MislabelStatistics, judge
+from lightning_gradsim.neighbours import neighbour_votes
+from tests.trainer.support import (
+    NUM_CLASSES,
+    NUM_TRAIN,
+    Classifier,
+    Recorder,
+    collect_warnings,
+    fit,
+    loader,
+    make_data,
+    make_trainer,
+    read,
+    strict,
+    train_data,
+    val_data,
+)
+
+ROUNDS = (2, 4, 5)
+"""Epochs after which neighbours are looked for in a run of five."""
+
+
+def watching(**options):
+    return strict(**{"mislabel_score": "margin_knn", **options})
+
+
+class Numbered(Dataset):
+    """The training data, each with its own index."""
+
+    def __init__(self, data=None):
+        self.data = train_data() if data is None else data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return (*self.data[index], index)
+
+
+class Truth(Callback):
+    """What a reader with the ids at hand gathers by running the module beside each step."""
+
+    def __init__(self):
+        self.statistics = MislabelStatistics(NUM_TRAIN, NUM_CLASSES, columns=("margin", "prediction"))
+        self.features, self.last_round = torch.zeros(NUM_TRAIN, 12), 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        x, y, ids = batch
+        with torch.no_grad():
+            features = pl_module.body(x)
+            self.statistics.update(ids, pl_module.head(features), y)
+        self.features[ids] = features
+
+    def on_validation_start(self, trainer, pl_module):
+        epoch = trainer.current_epoch + 1
+        if not trainer.sanity_checking and epoch in ROUNDS:
+            visited = self.statistics.visits.nonzero().flatten()
+            votes = neighbour_votes(self.features[visited].half(), self.statistics.labels[visited])
+            self.statistics.add_neighbours(visited, votes, weight=epoch - self.last_round)
+            self.last_round = epoch
+
+
+class Triples(Classifier):
+    """A Classifier of batches of three, of which the third are ids that nobody reads but the test."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[:2], batch_idx)
+
+
+class FirstTwo:
+    """Reads such batches."""
+
+    def split(self, batch):
+        return batch[0], batch[1]
+
+
+def pairs():
+    from lightning_gradsim import Adapter
+
+    return type("Pairs", (FirstTwo, Adapter), {})()
+
+
+LOADERS = {
+    "plain": lambda data: DataLoader(data, 10),
+    "shuffle": lambda data: DataLoader(data, 10, shuffle=True),
+    "odd": lambda data: DataLoader(data, 7, shuffle=True, drop_last=True),
+    "workers": lambda data: DataLoader(data, 10, shuffle=True, num_workers=2, persistent_workers=True),
+    "weighted": lambda data: DataLoader(data, 10, sampler=WeightedRandomSampler(torch.ones(len(data)), len(data))),
+}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_suspects_are_those_of_all_training_steps(tmp_path, make):
+    truth = Truth()
+    gradsim, _, _ = fit(
+        tmp_path, watching(adapter=pairs()), Triples(), make(Numbered()), callbacks=[truth], max_epochs=5
+    )
+    expected, suspects = judge(truth.statistics.compute(), parts=("log_margin", "knn")), read(gradsim).suspects
+    assert suspects.score_name == "margin_knn"
+    torch.testing.assert_close(suspects.scores.sort().values, expected.scores.sort().values, rtol=1e-3, atol=1e-3)
+    by_id = suspects.sample_ids.argsort()
+    order = expected.sample_ids.argsort()
+    assert torch.equal(suspects.sample_ids[by_id], expected.sample_ids[order])
+    assert torch.equal(suspects.visits[by_id], expected.visits[order])
+    assert torch.equal(suspects.labels[by_id].long(), expected.labels[order])
+    torch.testing.assert_close(
+        suspects.parts["log_margin"][by_id], expected.parts["log_margin"][order], rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(suspects.probabilities[by_id], expected.probabilities[order], rtol=1e-4, atol=1e-5)
+    assert torch.equal(suspects.flagged[by_id], expected.flagged[order])
+
+
+def test_a_suspect_in_words_and_rows(tmp_path):
+    gradsim, _, _ = fit(tmp_path, watching(), max_epochs=5)
+    suspect = read(gradsim).suspects[0]
+    assert suspect.visits == 5
+    assert set(suspect.parts) == {"log_margin", "knn"}
+    row = read(gradsim).suspects.to_rows(1)[0]
+    assert (row["visits"], row["knn"]) == (5, suspect.parts["knn"])
+    [path] = tmp_path.glob("**/suspects.csv")
+    assert path.read_text().splitlines()[0].endswith(",flagged,log_margin,knn,visits")
+
+
+def test_flipped_labels_are_found_before_others(tmp_path):
+    data = make_data(400, seed=5)
+    x, y = data.tensors
+    clean = Classifier()  # labels that a linear rule gives, so that only the flipped ones are wrong
+    with torch.no_grad():
+        y = clean(3 * x).argmax(1)
+    flipped = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:40]
+    y[flipped] = (y[flipped] + 1) % NUM_CLASSES
+    gradsim, _, _ = fit(tmp_path, watching(), train=loader(TensorDataset(x, y), shuffle=True), max_epochs=8)
+    found = read(gradsim).suspects.sample_ids[:40]
+    assert torch.isin(found, flipped).float().mean() > 0.7  # by chance .1
+
+
+@pytest.mark.parametrize("score", ["log_margin", "knn", "aum", "loss", "el2n", "self_influence"])
+def test_other_scores(tmp_path, score):
+    gradsim, _, _ = fit(tmp_path, watching(mislabel_score=score), max_epochs=2)
+    suspects = read(gradsim).suspects
+    assert suspects.score_name == score
+    assert len(suspects) == NUM_TRAIN
+    assert suspects.scores.diff().le(0).all()
+
+
+def test_resumed_at_any_epoch_equals_uninterrupted(tmp_path):
+    def run(callbacks, **options):
+        trainer = make_trainer(tmp_path, callbacks, max_epochs=5)
+        trainer.fit(Classifier(), loader(train_data()), loader(val_data()), **options)
+
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    whole = Recorder(watching())
+    run([whole.gradsim, whole, Saves()])
+    for epoch in range(4):
+        resumed = Recorder(watching())
+        run([resumed.gradsim, resumed], ckpt_path=tmp_path / f"{epoch}.ckpt")
+        expected = [report.suspects.to_rows() for report in whole.reports if report.epoch > epoch]
+        assert [report.suspects.to_rows() for report in resumed.reports] == expected
+
+
+def test_the_state_is_plain(tmp_path):
+    gradsim = watching()
+    trainer = make_trainer(tmp_path, [gradsim], max_epochs=2)
+    trainer.fit(Classifier(), loader(train_data()), loader(val_data()))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    state = torch.load(tmp_path / "saved.ckpt", weights_only=True)["callbacks"][gradsim.state_key]["in_run"]
+    assert state["version"] == 1
+    assert state["samples"]["features"].dtype == torch.float16
+
+
+def test_a_second_fit_begins_anew(tmp_path):
+    gradsim, _, _ = fit(tmp_path, watching(), max_epochs=2)
+    fit(tmp_path, gradsim)
+    assert set(read(gradsim).suspects.visits.tolist()) == {1}
+
+
+def test_validate_after_fit_keeps_them(tmp_path):
+    gradsim, module, _ = fit(tmp_path, watching(), max_epochs=2)
+    before = read(gradsim).suspects.to_rows()
+    make_trainer(tmp_path, [gradsim]).validate(module, loader(val_data()), verbose=False)
+    assert read(gradsim).suspects.to_rows() == before
+
+
+class OwnBatches(torch.utils.data.BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+class TestWhereStepsTellNothing:
+    def reason(self, gradsim):
+        assert read(gradsim).suspects.score_name == "self_influence"
+        [note] = [note for note in read(gradsim).notes if note.startswith("suspects are those of largest gradient")]
+        return note
+
+    def test_a_batch_sampler_of_ones_own(self, tmp_path):
+        batches = OwnBatches(torch.utils.data.SequentialSampler(train_data()), 10, drop_last=False)
+        gradsim, _, _ = fit(tmp_path, watching(), train=DataLoader(train_data(), batch_sampler=batches))
+        assert "batch sampler of its own (`OwnBatches`)" in self.reason(gradsim)
+        assert "`id_key=`" in self.reason(gradsim)
+
+    def test_batches_that_carry_ids(self, tmp_path):
+        batches = OwnBatches(torch.utils.data.RandomSampler(train_data()), 10, drop_last=False)
+        train = DataLoader(Numbered(), batch_sampler=batches)
+        gradsim, _, _ = fit(tmp_path, watching(adapter=pairs(), id_key=2), Triples(), train, max_epochs=2)
+        assert sorted(read(gradsim).suspects.sample_ids.tolist()) == list(range(NUM_TRAIN))
+
+    def test_batches_that_do_not_carry_them_as_said(self, tmp_path):
+        with pytest.raises(TypeError, match="`id_key='index'`"):
+            fit(tmp_path, watching(id_key="index"))
+
+    def test_a_compiled_module(self, tmp_path):
+        module = Classifier()
+        module.compile(backend="eager")
+        gradsim, _, _ = fit(tmp_path, watching(), module)
+        assert "the module is compiled" in self.reason(gradsim)
+
+    def test_other_labels_in_the_data_compared_with(self, tmp_path):
+        x, y = train_data().tensors
+        other = TensorDataset(x, (y + 1) % NUM_CLASSES)
+        gradsim, _, _ = fit(tmp_path, watching(train_data=other))
+        assert "for 60 sample ids, training saw other labels than `train_data=` holds" in self.reason(gradsim)
+
+    def test_a_tap_that_breaks(self, tmp_path, monkeypatch):
+        def fail(*_):
+            raise RuntimeError("boom")
+
+        monkeypatch.setattr("lightning_gradsim.tap.Tap.end_step", fail)
+        with collect_warnings() as texts:
+            gradsim, _, _ = fit(tmp_path, watching(on_error="warn"))
+        assert texts == ["`GradSimCallback`: the watch of training steps was given up. RuntimeError: boom."]
+        assert "RuntimeError: boom" in self.reason(gradsim)
