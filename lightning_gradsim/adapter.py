@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lightning_gradsim.arguments import with_article
 from lightning_gradsim.batches import take_sample
+from lightning_gradsim.datasets import TARGET_KEYS
 from lightning_gradsim.errors import BatchFormatError, LossError
 from lightning_gradsim.losses import LossFunction, PerSampleLoss, cross_entropy, find_loss
 from lightning_gradsim.precision import raise_half
 from lightning_gradsim.tasks import Outcome, Task, check_class_indices, predicted_targets, read_outcome
 
-TARGET_KEYS = ("label", "labels", "target", "targets", "y")
 INPUT_KEYS = ("image", "images", "pixel_values", "input", "inputs", "x", "features", "input_ids", "data")
 
 

@@ -26,10 +26,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
+from lightning_gradsim.datasets import sample_ids
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.explanation import RunContext
 from lightning_gradsim.schedule import Moment
-from lightning_gradsim.train_pass import sample_ids
 
 T = TypeVar("T")
 BAR_DELAY = 1.0

@@ -11,7 +11,9 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, Subset
 
+from lightning_gradsim.datasets import Relabelled, sample_ids
 from lightning_gradsim.plan_record import Plan
 
 Label = int | float | tuple[int, ...]
@@ -181,6 +183,10 @@ class SuspectTable(Sequence[Suspect]):
             visits=None if self.visits is None else int(self.visits[index]),
         )
 
+    def flagged_rows(self, limit: int | None = None) -> Tensor:
+        """Rows of the flagged samples, the most suspect first, at most ``limit`` of them; int64."""
+        return self.flagged.nonzero().flatten()[:limit]
+
     def to_rows(self, limit: int | None = None) -> list[dict[str, Any]]:
         """Rows with the columns of ``suspects.csv``, at most ``limit`` of them."""
         number = len(self) if limit is None else min(limit, len(self))
@@ -280,6 +286,43 @@ class Report:
         if self.class_names is not None and 0 <= label < len(self.class_names):
             return self.class_names[label]
         return str(label)
+
+    def relabel(self, dataset: Dataset[Any], limit: int | None = None) -> Relabelled:
+        """The training data with suggested labels instead of those that look wrong.
+
+        Args:
+            dataset: The training dataset, with the ids that it had in training (a ``Subset``, too).
+            limit: At most that many of the flagged samples, the most suspect first.
+
+        Returns:
+            A view of the dataset: picklable, of the same length, with the same ids.
+
+        Raises:
+            ValueError: If the suspects have no suggested labels.
+        """
+        if self.suspects.suggested_labels is None:
+            raise ValueError(
+                f"The suspects of a {self.task} task have no suggested labels. Use `report.drop(dataset)`, or correct "
+                "the labels by `report.suspects`."
+            )
+        rows = self.suspects.flagged_rows(limit)
+        suggested = self.suspects.suggested_labels[rows].tolist()
+        labels = dict(zip(self.suspects.sample_ids[rows].tolist(), suggested, strict=True))
+        ids = sample_ids(dataset).tolist()
+        return Relabelled(dataset, {place: labels[each] for place, each in enumerate(ids) if each in labels})
+
+    def drop(self, dataset: Dataset[Any], limit: int | None = None) -> Subset[Any]:
+        """The training data without samples whose labels look wrong.
+
+        Args:
+            dataset: The training dataset, with the ids that it had in training (a ``Subset``, too).
+            limit: At most that many of the flagged samples, the most suspect first.
+
+        Returns:
+            A view of the dataset: picklable, its samples with the ids that they had.
+        """
+        dropped = self.suspects.sample_ids[self.suspects.flagged_rows(limit)]
+        return Subset(dataset, (~torch.isin(sample_ids(dataset), dropped)).nonzero().flatten().tolist())
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One row per query, list and rank, with the columns of ``influences.csv``."""

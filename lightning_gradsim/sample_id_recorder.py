@@ -12,9 +12,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_gradsim.datasets import sample_ids
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.recording_sampler import DrawnIndices, install, uninstall
-from lightning_gradsim.train_pass import sample_ids
 
 WAY_OUT = "Let batches carry the ids and name their entry with `id_key=`"
 

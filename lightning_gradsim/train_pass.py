@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from lightning_gradsim.arguments import with_article
 from lightning_gradsim.batches import tensors_of
+from lightning_gradsim.datasets import Relabelled, sample_ids
 from lightning_gradsim.errors import TrainingDataError
 
 WAY_OUT = "Pass a map-style dataset or a `DataLoader` over one as `train_data=` to `GradSimCallback`."
@@ -203,19 +204,6 @@ def make_reader(source: Any, name: str = "the training data", batch_size: int | 
     return SampleReader(dataset, ids, positions, size, _loader_options(loader, dataset))
 
 
-def sample_ids(dataset: Dataset[Any]) -> Tensor:
-    """Sample id of every position of a dataset, stable through ``Subset`` and ``ConcatDataset``.
-
-    Args:
-        dataset: A map-style dataset. A ``Subset`` has the ids of the dataset beneath it; a ``ConcatDataset`` counts on
-            from the length of what lies beneath each part.
-
-    Returns:
-        Ids, int64 ``[len(dataset)]``.
-    """
-    return _ids_and_span(dataset)[0]
-
-
 def is_in_order(loader: Any) -> bool:
     """Whether a validation loader gives the samples of a map-style dataset in the order of their index."""
     return _has_plain_batches(loader) and type(loader.sampler) is SequentialSampler
@@ -332,23 +320,6 @@ def _is_distributed_in_order(sampler: Any) -> bool:
     return is_known and type(inner) in (SequentialSampler, type(None))
 
 
-def _ids_and_span(dataset: Any) -> tuple[Tensor, int]:
-    if type(dataset) is Subset:
-        indices = torch.as_tensor(dataset.indices, dtype=torch.long)
-        if not hasattr(dataset.dataset, "__len__"):
-            return indices, int(indices.max()) + 1 if len(indices) else 0
-        ids, span = _ids_and_span(dataset.dataset)
-        return ids[indices], span
-    if type(dataset) is ConcatDataset:
-        parts, start = [], 0
-        for part in dataset.datasets:
-            ids, span = _ids_and_span(part)
-            parts.append(ids + start)
-            start += span
-        return torch.cat(parts), start
-    return torch.arange(len(dataset)), len(dataset)
-
-
 def has_known_sampler(loader: Any) -> bool:
     """Whether a loader is known to draw all of its samples, or (``SubsetRandomSampler``) the part that is read.
 
@@ -390,7 +361,7 @@ def _loader_options(loader: DataLoader[Any] | None, dataset: Any) -> dict[str, A
 
 
 def _is_pure(dataset: Any) -> bool:
-    if type(dataset) is Subset:
+    if type(dataset) in {Subset, Relabelled}:
         return _is_pure(dataset.dataset)
     if type(dataset) is ConcatDataset:
         return all(_is_pure(part) for part in dataset.datasets)

@@ -7,7 +7,9 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
+from torch.utils.data import Subset, TensorDataset
 
+from lightning_gradsim.datasets import sample_ids
 from lightning_gradsim.report import (
     INFLUENCE_COLUMNS,
     SUSPECT_COLUMNS,
@@ -280,3 +282,42 @@ def test_plain_values():
 def test_records_are_frozen(record):
     with pytest.raises(FrozenInstanceError):
         record.layers = record.label = record.sample_id = record.sample_ids = 0
+
+
+class TestActing:
+    """On the suspects of `table`: ids 10 to 14, of a dataset of which they are the last."""
+
+    data = TensorDataset(torch.arange(15.0), torch.full((15,), 9))
+
+    def labels(self, view):
+        return [int(y) for _, y in view]
+
+    def expected(self, limit=None):
+        flagged = [suspect for suspect in table() if suspect.flagged][:limit]
+        return {suspect.sample_id: suspect.suggested_label for suspect in flagged}
+
+    @pytest.mark.parametrize("limit", [None, 1])
+    def test_relabel(self, limit):
+        suggested = self.expected(limit)
+        assert suggested
+        found = self.labels(report(suspects=table()).relabel(self.data, limit))
+        assert found == [suggested.get(i, 9) for i in range(15)]
+
+    @pytest.mark.parametrize("limit", [None, 1])
+    def test_drop(self, limit):
+        dropped = self.expected(limit)
+        view = report(suspects=table()).drop(self.data, limit)
+        assert sample_ids(view).tolist() == [i for i in range(15) if i not in dropped]
+
+    def test_ids_of_a_subset_are_those_beneath(self):
+        subset = Subset(self.data, [14, 0, 13, 12, 11, 10])
+        suggested = self.expected()
+        assert self.labels(report(suspects=table()).relabel(subset)) == [suggested.get(i, 9) for i in subset.indices]
+        assert sample_ids(report(suspects=table()).drop(subset)).tolist() == [
+            i for i in subset.indices if i not in suggested
+        ]
+
+    def test_without_suggestions(self):
+        table_without = replace(table(), suggested_labels=None, probabilities=None)
+        with pytest.raises(ValueError, match=r"have no suggested labels\. Use `report\.drop"):
+            replace(report(), suspects=table_without).relabel(self.data)

@@ -26,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_gradsim.datasets import Relabelled, sample_ids
 from lightning_gradsim.errors import TrainingDataError
 from lightning_gradsim.train_pass import (
     differs_on_second_read,
@@ -33,7 +34,6 @@ from lightning_gradsim.train_pass import (
     is_in_order,
     known_labels,
     make_reader,
-    sample_ids,
     stratified_indices,
 )
 
@@ -467,3 +467,12 @@ def test_a_reader_that_is_left_early_leaves_no_worker():
     assert multiprocessing.active_children()
     batches.close()
     assert multiprocessing.active_children() == []
+
+
+def test_a_relabelled_view_keeps_ids_and_stays_pure():
+    view = Relabelled(Subset(TensorDataset(torch.zeros(4, 2), torch.arange(4)), [3, 1]), {0: 9})
+    reader = make_reader(view)
+    assert reader.ids.tolist() == [3, 1]
+    assert reader.options["num_workers"] == 0
+    [(_, (_, labels))] = reader.batches()
+    assert labels.tolist() == [9, 1]
