@@ -77,10 +77,10 @@ def _with_label(sample: Any, label: int) -> Any:
     elif isinstance(sample, (tuple, list)) and len(sample) >= 2:
         values = [sample[0], _like(sample[1], label), *sample[2:]]
         return type(sample)(*values) if hasattr(sample, "_fields") else type(sample)(values)
-    keys = ", ".join(TARGET_KEYS)
+    known = ", ".join(TARGET_KEYS)
     raise BatchFormatError(
         f"A sample is a {type(sample).__name__}, whose label cannot be replaced. Expected (inputs, label), or a "
-        f"mapping with one of the keys {keys}. Correct the labels in the dataset itself, by `report.suspects`."
+        f"mapping with one of the keys {known}. Correct the labels in the dataset itself, by `report.suspects`."
     )
 
 
