@@ -279,7 +279,7 @@ class GradSimCallback(Callback):
         self._num_due = 0
         self._budget = TimeBudget(self.time_budget, self._clock)
         self._reporter.set_source(trainer.train_dataloader)
-        self._watch.start(trainer)
+        self._watch.start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the place in the epoch, and watch the step."""

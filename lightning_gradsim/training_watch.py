@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -54,7 +55,7 @@ class TrainingWatch:
         self._failures = failures
         self._loss_check = LossCheck()
         self._seconds_at_round = 0.0
-        self._is_given_up = False
+        self._is_given_up = self._asks_users_code = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -70,12 +71,14 @@ class TrainingWatch:
         if self._in_run is not None:
             self._ids.attach(trainer)
 
-    def start(self, trainer: Trainer) -> None:
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Begin with a run.
 
         Args:
             trainer: The trainer, with its training loader.
+            module: The user's module.
         """
+        self._asks_users_code = type(self._adapter) is not Adapter or self._adapter.keeps_batches_apart(module)
         self._loss_check = LossCheck()
         self._seconds_at_round, self._is_given_up = 0.0, False
         if self._in_run is not None:
@@ -95,9 +98,10 @@ class TrainingWatch:
             with self._supervisor.optional(trainer, self._loss_check.give_up):
                 self._loss_check.begin_step(module, is_wrapped=trainer.strategy.model is not module)
         if self._in_run is not None and self._in_run.reason is None:
-            ids = self._find_ids(trainer, batch, batch_idx, self._in_run)
             self._supervisor.stage = WATCH
-            with self._supervisor.optional(trainer, self._in_run.give_up):
+            with self._isolated_if_needed(trainer):
+                ids = self._find_ids(trainer, batch, batch_idx, self._in_run)
+            with self._supervisor.optional(trainer, self._in_run.give_up), self._isolated_if_needed(trainer):
                 if ids is not None:
                     rate = bridge.learning_rate(trainer)
                     self._in_run.begin_step(module, batch, ids, trainer.global_step, rate)
@@ -112,7 +116,7 @@ class TrainingWatch:
         """
         if self._in_run is not None and self._in_run.reason is None:
             self._supervisor.stage = WATCH
-            with self._supervisor.optional(trainer, self._in_run.give_up):
+            with self._supervisor.optional(trainer, self._in_run.give_up), self._isolated_if_needed(trainer):
                 self._in_run.end_step(bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches))
         if not self._loss_check.is_watching:
             return
@@ -198,6 +202,11 @@ class TrainingWatch:
         """Remove every hook, and leave the trainer as it was."""
         self.remove()
         self._ids.detach()
+
+    def _isolated_if_needed(self, trainer: Trainer) -> AbstractContextManager[None]:
+        # An adapter or a loss of the user's may draw random numbers. To keep all states at every step costs too much
+        # where nobody can touch them.
+        return self._supervisor.isolated(trainer) if self._asks_users_code else nullcontext()
 
     def _find_ids(self, trainer: Trainer, batch: Any, batch_idx: int, in_run: InRun) -> Tensor | None:
         """Ids of the batch; raises only where batches do not carry them as the user says."""
