@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
@@ -181,7 +182,14 @@ class TrainingWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors."""
-        return {} if self._in_run is None else self._in_run.state_dict()
+        if self._in_run is None:
+            return {}
+        try:  # whoever saves a checkpoint is not to fail for it, nor to see another random state
+            with self._clock.working(), bridge.isolated_rng(), torch.inference_mode(False), torch.no_grad():
+                return self._in_run.state_dict()
+        except Exception as error:
+            self._in_run.give_up(f"{type(error).__name__}: {error}")
+            return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
