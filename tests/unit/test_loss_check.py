@@ -122,6 +122,38 @@ def test_a_step_that_can_be_compared_closes_the_gap():
     assert check.gap is None
 
 
+class Wrapped(Model):
+    """Its step is a call of itself, as ``DistributedDataParallel`` and Lightning make it."""
+
+    def step(self, x, y, *, step=None):
+        self.forward = lambda x, y: self.redirected(x, y, step)
+        return self(x, y)
+
+    def redirected(self, x, y, step):
+        del self.forward
+        return step(self, x, y)
+
+
+@pytest.mark.parametrize(
+    ("step", "agrees"),
+    [
+        (lambda module, x, y: F.cross_entropy(module(x), y), True),
+        (lambda module, x, y: 2 * F.cross_entropy(module(x), y), False),
+        (lambda module, x, y: F.cross_entropy(module.head(module.body(x).tanh()), y), True),
+        (lambda module, x, y: (module(x + 1), F.cross_entropy(module(x), y))[1], True),
+    ],
+    ids=["agrees", "differs", "calls the head", "calls twice"],
+)
+def test_a_step_that_is_a_call_of_the_module(step, agrees):
+    module, check, adapter = Wrapped(), LossCheck(), Adapter()
+    adapter.bind(module)
+    x, y = torch.randn(5, 3), torch.randint(3, (5,))
+    check.begin_step(module, is_wrapped=True)
+    check.end_step(adapter, (x, y), module.step(x, y, step=step))
+    assert check.gap is None
+    assert (check.difference is None) == agrees
+
+
 def test_a_batch_that_cannot_be_read_is_a_gap_and_not_an_error():
     module, check, adapter = Model(), LossCheck(), Adapter()
     adapter.bind(module)
