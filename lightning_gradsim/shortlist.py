@@ -139,7 +139,7 @@ class Shortlist:
         self._map, left_out = self._fit()
         candidates, best = self._rank()
         # Where the samples that were read would stand had they not been: what the map makes of them without them.
-        expected = self._compute_scores(left_out, self._rows)
+        expected = self._compute_scores(left_out, self._rows[-MAX_FITTED:])
         self._places = torch.searchsorted(-best, -expected.contiguous())
         self._choose(candidates)
 
@@ -182,6 +182,7 @@ class Shortlist:
         edges = _edges(self._depth)
         prior = torch.sigmoid((self._top_k - edges[:-1].double() - 0.5) / PRIOR_WIDTH)
         prior = torch.cat([prior, prior.new_zeros(1)])
+        members = members[:, -self._places.shape[1] :]
         bins = torch.bucketize(self._places, edges[1:], right=True).flatten()
         hits = torch.zeros_like(prior).index_add_(0, bins, members.flatten())
         counts = torch.bincount(bins, minlength=len(prior)).double()

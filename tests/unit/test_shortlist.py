@@ -178,6 +178,13 @@ def test_blocks_do_not_change_the_choice(monkeypatch):
     assert set(torch.cat(world.read(max_rows=150)[1]).tolist()) == set(whole.tolist())
 
 
+def test_maps_are_fitted_to_a_bounded_number_of_samples(monkeypatch):
+    monkeypatch.setattr(shortlist, "MAX_FITTED", 50)
+    chosen, batches = World(noise=0.3).read(max_rows=180)
+    assert chosen._places.shape[1] == 50 < len(torch.cat(batches))
+    assert World(noise=0.3).recall(batches) > 0.6
+
+
 def test_the_seed_draws_the_probe_and_no_global_number_is_drawn():
     world = World()
     state = torch.get_rng_state()
