@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
-COLUMNS = ("read", "floor", "recall", "estimated", *LISTS, "flipped", "flipped exact", "errors")
+COLUMNS = ("read", "floor", "recall", "true", "estimated", *LISTS, "flipped", "flipped exact", "errors")
 
 
 def mlp() -> nn.Module:
@@ -96,7 +96,7 @@ SETTINGS: dict[str, tuple[str, Callable[[], nn.Module], str, int]] = {
 }
 
 
-def run(setting: str, seed: int, limit: float, probe: float) -> list[dict[str, float]]:
+def run(setting: str, seed: int, options: argparse.Namespace) -> list[dict[str, float]]:
     """A row for each epoch from the second on."""
     data, make_net, optimizer_name, epochs = SETTINGS[setting]
     generator = torch.Generator().manual_seed(seed)
@@ -125,7 +125,7 @@ def run(setting: str, seed: int, limit: float, probe: float) -> list[dict[str, f
         if epoch:
             at_hand = (net, adapter, tap, samples)
             flipped = y != true[train]
-            rows.append(measure(at_hand, (x, y), (inputs[validation], true[validation]), flipped, limit, probe, epoch))
+            rows.append(measure(at_hand, (x, y), (inputs[validation], true[validation]), flipped, options, epoch))
     return rows
 
 
@@ -134,8 +134,7 @@ def measure(
     train: tuple[Tensor, Tensor],
     validation: tuple[Tensor, Tensor],
     flipped: Tensor,
-    limit: float,
-    probe: float,
+    options: argparse.Namespace,
     seed: int,
 ) -> dict[str, float]:
     """The lists of a full pass, and what the shortlists hold of them."""
@@ -159,9 +158,10 @@ def measure(
         heads,
         lambda logits, targets: output_grads(adapter, logits, targets),
         top_k=TOP_K,
-        max_rows=int(limit * len(x)),
-        num_probe=int(probe * len(x)),
+        max_rows=int(options.limit * len(x)),
+        num_probe=int(options.probe * len(x)),
         seed=seed,
+        weights=options.weights,
     )
     read = []
     while (rows := chosen.next_rows()) is not None:
@@ -177,6 +177,8 @@ def measure(
         "read": len(known) / len(x),
         "floor": len({i for query in exact for name in LISTS for i in query[name]}) / len(x),
         "recall": statistics.mean(everything),
+        "true": sum(w * statistics.mean(held[n]) for w, n in zip(options.weights, LISTS, strict=True))
+        / sum(options.weights),
         "estimated": chosen.recall,
         **{name: statistics.mean(values) for name, values in held.items()},
         "flipped": statistics.mean(float(flipped[i]) for query in found for i in query["harmful"][:TOP]),
@@ -216,18 +218,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--limit", type=float, default=0.12, help="largest share of the training samples read")
     parser.add_argument("--probe", type=float, default=0.03, help="share of them that is drawn at random")
+    parser.add_argument("--weights", type=float, nargs=3, default=[1, 1, 1], help="of " + ", ".join(LISTS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results: dict[str, list[dict[str, float]]] = {}
-    print(f"{'setting':20}" + "".join(f"{name:>14}" for name in COLUMNS) + f"{'|est - recall|':>16}")
+    print(f"{'setting':20}" + "".join(f"{name:>14}" for name in COLUMNS) + f"{'|est - true|':>16}")
     for setting in options.only:
         if setting.startswith("cifar") and not os.environ.get("GRADSIM_DATA"):
             print(f"{setting:20} left out: the environment variable GRADSIM_DATA names no folder with cifar10n_10k.npz")
             continue
-        rows = [row for seed in options.seeds for row in run(setting, seed, options.limit, options.probe)]
+        rows = [row for seed in options.seeds for row in run(setting, seed, options)]
         means = {name: statistics.mean(row[name] for row in rows) for name in COLUMNS}
-        off = statistics.mean(abs(row["estimated"] - row["recall"]) for row in rows)
+        off = statistics.mean(abs(row["estimated"] - row["true"]) for row in rows)
         print(f"{setting:20}" + "".join(f"{means[name]:14.3f}" for name in COLUMNS) + f"{off:16.3f}", flush=True)
         results[setting] = rows
     if options.json is not None:

@@ -86,9 +86,12 @@ class Shortlist:
         max_rows: How many samples may be read in all.
         num_probe: How many of them are the probe.
         seed: Seed of the probe.
+        weights: How much a sample of each kind of list counts, harmful, look-alikes and teachers.
 
     Attributes:
-        recall: Estimated share of the true lists that is among the rows read; ``None`` before the first estimate.
+        recalls: Estimated share of the true lists that is among the rows read, for each kind of list; empty before the
+            first estimate.
+        recall: The same for all of them, by their weights; ``None`` before.
     """
 
     def __init__(
@@ -102,8 +105,11 @@ class Shortlist:
         max_rows: int,
         num_probe: int,
         seed: int = 0,
+        weights: Sequence[float] = (1.0, 1.0, 1.0),
     ) -> None:
         self.recall: float | None = None
+        self.recalls: tuple[float, ...] = ()
+        self._weights = weights
         self._tapped, self._head, self._queries, self._grad_fn, self._top_k = tapped, head, queries, grad_fn, top_k
         self._max_rows = min(max_rows, len(tapped))
         order = torch.randperm(len(tapped), generator=torch.Generator().manual_seed(seed))
@@ -112,7 +118,9 @@ class Shortlist:
         self._rows = order[:0]
         self._features = head.weight.new_zeros(0, head.weight.shape[1])
         self._map = head.weight.new_zeros(0)
-        num_lists = len(queries.features) * (2 if queries.predicted_grads is None else 3)
+        num_queries = len(queries.features)
+        num_lists = num_queries * (2 if queries.predicted_grads is None else 3)
+        self._kinds = [slice(start, start + num_queries) for start in range(0, num_lists, num_queries)]
         self._scores = self._features.new_zeros(num_lists, 0)  # of what was read, [L, read]
         self._places = order[:0].expand(num_lists, 0)  # that it would have if it were not, [L, read]
         self._num_rounds = 0
@@ -147,43 +155,51 @@ class Shortlist:
         """The next rows, from the candidates ``[L, depth]`` of each list in order."""
         is_read = torch.zeros(len(self._tapped), dtype=torch.bool)
         is_read[self._rows] = True
-        unread = ~is_read[candidates]
-        num_lists = len(candidates)
-        total = num_lists * self._top_k
-        num_beyond = num_lists * (len(self._tapped) - len(self._rows)) - int(unread.sum())
+        gains = torch.zeros(len(self._tapped), dtype=torch.float64)
+        missed, total, recalls = 0.0, 0.0, []
+        for lists, weight in zip(self._kinds, self._weights, strict=False):
+            own = candidates[lists]
+            unread = ~is_read[own]
+            recall, chances = self._estimate(lists, unread)
+            recalls.append(recall)
+            gains.index_add_(0, own[unread], weight * chances.expand(own.shape)[unread])
+            total += weight * len(own) * self._top_k
+            missed += weight * len(own) * self._top_k * (1 - recall)
+        self.recalls, self.recall = tuple(recalls), 1 - missed / total
+        room = self._max_rows - len(self._rows)
+        if room <= 0 or self.recall >= TARGET_RECALL or self._num_rounds >= NUM_ROUNDS:
+            self._next = None
+            return
+        gains, order = gains.sort(descending=True, stable=True)
+        number = int((missed - gains.cumsum(0) > (1 - TARGET_RECALL - MARGIN) * total).sum()) + 1
+        number = min(number, -(-room // (NUM_ROUNDS - self._num_rounds)), int((gains > 0).sum()))
+        self._next = order[:number] if number else None
+
+    def _estimate(self, lists: slice, unread: Tensor) -> tuple[float, Tensor]:
+        """Share of some lists' true members that was read, and the chances of their places ``[depth]``."""
+        total = len(unread) * self._top_k
+        num_beyond = len(unread) * (len(self._tapped) - len(self._rows)) - int(unread.sum())
         low, high = 0.0, 1.0
         for _ in range(12):  # what is missed shifts the end of the lists that are known, and with it what is missed
             recall = (low + high) / 2
-            chances, beyond = self._chances(recall)
+            chances, beyond = self._chances(lists, recall)
             missed = float((chances * unread).sum()) + beyond * num_beyond
             low, high = (recall, high) if recall < 1 - missed / total else (low, recall)
-        self.recall = recall
-        room = self._max_rows - len(self._rows)
-        if room <= 0 or recall >= TARGET_RECALL or self._num_rounds >= NUM_ROUNDS:
-            self._next = None
-            return
-        gains = torch.zeros(len(self._tapped), dtype=chances.dtype)
-        gains.index_add_(0, candidates[unread], chances.expand(num_lists, -1)[unread])
-        gains, order = gains.sort(descending=True, stable=True)
-        left = missed - gains.cumsum(0)
-        allowed = (1 - TARGET_RECALL - MARGIN) * total
-        number = int((left > allowed).sum()) + 1
-        rounds_left = NUM_ROUNDS - self._num_rounds
-        number = min(number, -(-room // rounds_left), int((gains > 0).sum()))
-        self._next = order[:number] if number else None
+        return recall, chances
 
-    def _chances(self, recall: float) -> tuple[Tensor, float]:
+    def _chances(self, lists: slice, recall: float) -> tuple[Tensor, float]:
         """Chance of each place of a list to hold one of its true members, ``[depth]``, and of a place beyond."""
         # Members among what was read, by its own order: the last ones are none if others are missed.
-        order = self._scores.argsort(dim=1, descending=True)[:, : self._top_k]
+        scores, places = self._scores[lists], self._places[lists]
+        order = scores.topk(min(self._top_k, scores.shape[1]), dim=1).indices
         place = torch.arange(order.shape[1], dtype=torch.float64)
         weights = (recall * self._top_k - place).clamp(0, 1).expand(len(order), -1)
-        members = torch.zeros(self._scores.shape, dtype=torch.float64).scatter_(1, order, weights)
+        members = torch.zeros(scores.shape, dtype=torch.float64).scatter_(1, order, weights)
         edges = _edges(self._depth)
         prior = torch.sigmoid((self._top_k - edges[:-1].double() - 0.5) / PRIOR_WIDTH)
         prior = torch.cat([prior, prior.new_zeros(1)])
-        members = members[:, -self._places.shape[1] :]
-        bins = torch.bucketize(self._places, edges[1:], right=True).flatten()
+        members = members[:, -places.shape[1] :]
+        bins = torch.bucketize(places, edges[1:], right=True).flatten()
         hits = torch.zeros_like(prior).index_add_(0, bins, members.flatten())
         counts = torch.bincount(bins, minlength=len(prior)).double()
         chances = (hits + PRIOR_COUNT * prior) / (counts + PRIOR_COUNT)

@@ -67,25 +67,17 @@ class World:
     def lists(self):
         return self.scores().topk(TOP_K, dim=1).indices
 
-    def read(self, max_rows=N, num_probe=40, seed=0):
-        chosen = Shortlist(
-            self.tapped,
-            self.head,
-            self.queries,
-            grad_fn,
-            top_k=TOP_K,
-            max_rows=max_rows,
-            num_probe=num_probe,
-            seed=seed,
-        )
+    def read(self, max_rows=N, num_probe=40, **options):
+        options |= {"top_k": TOP_K, "max_rows": max_rows, "num_probe": num_probe}
+        chosen = Shortlist(self.tapped, self.head, self.queries, grad_fn, **options)
         batches = []
         while (rows := chosen.next_rows()) is not None:
             batches.append(rows)
             chosen.update(self.now[rows])
         return chosen, batches
 
-    def recall(self, batches):
-        return float(torch.isin(self.lists(), torch.cat(batches)).float().mean())
+    def recall(self, batches, lists=slice(None)):
+        return float(torch.isin(self.lists()[lists], torch.cat(batches)).float().mean())
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -167,6 +159,17 @@ def test_the_chosen_rows_are_better_than_random_ones():
     world = World(noise=0.3)
     _, batches = world.read(max_rows=180)
     assert world.recall(batches) > 0.3 + 0.4
+
+
+def test_lists_that_count_more_are_found_first():
+    world = World(noise=0.3)
+    harmful = slice(0, QUERIES)
+    chosen, batches = world.read(max_rows=100, weights=(1.0, 0.0, 0.0))
+    _, evenly = world.read(max_rows=100)
+    assert world.recall(batches, harmful) > world.recall(evenly, harmful) + 0.1
+    assert chosen.recall == pytest.approx(chosen.recalls[0])
+    assert chosen.recalls[0] > chosen.recalls[1] + 0.1
+    assert chosen.recalls[0] == pytest.approx(world.recall(batches, harmful), abs=0.15)
 
 
 def test_blocks_do_not_change_the_choice(monkeypatch):
