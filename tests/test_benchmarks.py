@@ -56,3 +56,18 @@ def test_the_benchmarked_network_is_that_of_the_example(load):
     spec.loader.exec_module(example)
     ours, theirs = load("engine_models").ConvNet().state_dict(), example.ConvNet().state_dict()
     assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
+
+
+def test_the_in_run_benchmark_measures_a_row(load, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("sklearn", reason="an extra: `examples`")
+    monkeypatch.delenv("GRADSIM_DATA", raising=False)
+    module = load("in_run")
+    digits, *others = module.SETTINGS["digits/adam"][:3]
+    monkeypatch.setitem(module.SETTINGS, "digits/adam", (digits, *others, 2))
+    path = tmp_path / "in_run.json"
+    module.main(["--only", "digits/adam", "cifar/adam", "--seeds", "0", "--limit", "0.3", "--json", str(path)])
+    ((row,),) = json.loads(path.read_text())["results"].values()
+    assert 0.05 < row["read"] <= 0.3
+    assert row["recall"] > 0.6
+    assert abs(row["estimated"] - row["true"]) < 0.3
+    assert "left out: the environment variable GRADSIM_DATA" in capsys.readouterr().out
