@@ -71,3 +71,18 @@ def test_the_benchmark_of_processes_measures_a_row(tmp_path):
     assert result["samples"] == 200
     assert all(len(result[name]) == 1 and result[name][0] > 0 for name in ("one", "two", "one, cpu", "two, cpu"))
     assert "mlp/last" in printed.stdout
+
+
+def test_the_in_run_benchmark_measures_a_row(load, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("sklearn", reason="an extra: `examples`")
+    monkeypatch.delenv("GRADSIM_DATA", raising=False)
+    module = load("in_run")
+    digits, *others = module.SETTINGS["digits/adam"][:3]
+    monkeypatch.setitem(module.SETTINGS, "digits/adam", (digits, *others, 2))
+    path = tmp_path / "in_run.json"
+    module.main(["--only", "digits/adam", "cifar/adam", "--seeds", "0", "--limit", "0.3", "--json", str(path)])
+    ((row,),) = json.loads(path.read_text())["results"].values()
+    assert 0.05 < row["read"] <= 0.3
+    assert row["recall"] > 0.6
+    assert abs(row["estimated"] - row["true"]) < 0.3
+    assert "left out: the environment variable GRADSIM_DATA" in capsys.readouterr().out

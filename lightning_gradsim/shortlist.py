@@ -1,0 +1,293 @@
+"""Which samples to read again, so that the best of every list are among them, and how many are likely to be missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_gradsim.tapped_samples import TappedBlock
+
+BLOCK_ROWS = 8192
+"""Samples whose features are mapped and scored together."""
+DEPTH_FACTOR = 64
+"""Places of a list of which samples may be chosen, as a multiple of its length."""
+NUM_ROUNDS = 3
+"""Readings after the probe: each one corrects the map for the next."""
+TARGET_RECALL = 0.95
+MARGIN = 0.01
+"""Estimated recall beyond the target that a round aims at."""
+PENALTIES = tuple(10.0**power for power in range(-4, 4))
+"""Ridge penalties tried, as multiples of the inputs' mean square."""
+MAX_FITTED = 2048
+"""Samples that a map is fitted to at most."""
+PRIOR_WIDTH = 3.0
+"""Places over which a list's end is blurred before anything is known."""
+PRIOR_COUNT = 4.0
+"""Weight of that prior in observations."""
+
+GradFunction = Callable[[Tensor, Tensor], Tensor]
+"""From logits ``[B, o]`` and targets to gradients by the logits ``[B, o]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadQueries:
+    """``M`` queries, as the factors of their gradients for the head.
+
+    Attributes:
+        features: Inputs of the head ``[M, i]``.
+        grads: Gradients by its output for the given labels, ``[M, o]``.
+        predicted_grads: The same for the predicted labels; ``None`` where predictions have no loss.
+    """
+
+    features: Tensor
+    grads: Tensor
+    predicted_grads: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """The head as it is now.
+
+    Attributes:
+        weight: ``[o, i]``.
+        bias: ``[o]``, or ``None``.
+        trains_bias: Whether gradients have a column for the bias.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    trains_bias: bool
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits of features ``[B, i]``."""
+        return torch.nn.functional.linear(features, self.weight, self.bias)
+
+
+class Shortlist:
+    """Chooses what is read, a probe first, then in rounds what is most likely to be among the best of some list.
+
+    A list holds the ``top_k`` samples of highest score for one query: harmful (most negative dot), look-alikes
+    (cosine), and teachers (dot with the gradient for the predicted label), in this order, ``[L]`` in all. Scores come
+    from the tapped features, taken to what they would be now by a ridge map that is fitted to all samples read so far,
+    with its penalty chosen by their leave-one-out errors. A sample's chance to belong to a list is learned from the
+    places that samples had before they were read.
+
+    Life cycle: read the rows that ``next_rows`` gives and hand their features to ``update``, until there are none.
+
+    Args:
+        tapped: What was tapped of ``N`` samples.
+        head: The head.
+        queries: The queries.
+        grad_fn: Gradients by the logits, in closed form.
+        top_k: Length of each list.
+        max_rows: How many samples may be read in all.
+        num_probe: How many of them are the probe.
+        seed: Seed of the probe.
+        weights: How much a sample of each kind of list counts, harmful, look-alikes and teachers.
+
+    Attributes:
+        recalls: Estimated share of the true lists that is among the rows read, for each kind of list; empty before the
+            first estimate.
+        recall: The same for all of them, by their weights; ``None`` before.
+    """
+
+    def __init__(
+        self,
+        tapped: TappedBlock,
+        head: HeadWeights,
+        queries: HeadQueries,
+        grad_fn: GradFunction,
+        *,
+        top_k: int,
+        max_rows: int,
+        num_probe: int,
+        seed: int = 0,
+        weights: Sequence[float] = (1.0, 1.0, 1.0),
+    ) -> None:
+        self.recall: float | None = None
+        self.recalls: tuple[float, ...] = ()
+        self._weights = weights
+        self._tapped, self._head, self._queries, self._grad_fn, self._top_k = tapped, head, queries, grad_fn, top_k
+        self._max_rows = min(max_rows, len(tapped))
+        order = torch.randperm(len(tapped), generator=torch.Generator().manual_seed(seed))
+        self._next: Tensor | None = order[: min(num_probe, self._max_rows)]
+        self._depth = min(len(tapped), DEPTH_FACTOR * top_k)
+        self._rows = order[:0]
+        self._features = head.weight.new_zeros(0, head.weight.shape[1])
+        self._map = head.weight.new_zeros(0)
+        num_queries = len(queries.features)
+        num_lists = num_queries * (2 if queries.predicted_grads is None else 3)
+        self._kinds = [slice(start, start + num_queries) for start in range(0, num_lists, num_queries)]
+        self._scores = self._features.new_zeros(num_lists, 0)  # of what was read, [L, read]
+        self._places = order[:0].expand(num_lists, 0)  # that it would have if it were not, [L, read]
+        self._num_rounds = 0
+        self._scale = _scale(tapped)
+        self._is_positive = bool((tapped.features >= 0).all())
+
+    def next_rows(self) -> Tensor | None:
+        """The rows of ``tapped`` to read next, int64; ``None`` once enough has been read."""
+        return self._next
+
+    def update(self, features: Tensor) -> None:
+        """Take in what the rows of ``next_rows`` are now.
+
+        Args:
+            features: Current features, ``[rows, i]``, in the order of the rows.
+        """
+        assert self._next is not None
+        is_probe = not len(self._rows)
+        rows, features = self._next, features.to(self._features.dtype)
+        scores = self._compute_scores(features, rows)
+        self._rows, self._features = torch.cat([self._rows, rows]), torch.cat([self._features, features])
+        self._scores = torch.cat([self._scores, scores], dim=1)
+        self._num_rounds += not is_probe
+        self._map, left_out = self._fit()
+        candidates, best = self._rank()
+        # Where the samples that were read would stand had they not been: what the map makes of them without them.
+        expected = self._compute_scores(left_out, self._rows[-MAX_FITTED:])
+        self._places = torch.searchsorted(-best, -expected.contiguous())
+        self._choose(candidates)
+
+    def _choose(self, candidates: Tensor) -> None:
+        """The next rows, from the candidates ``[L, depth]`` of each list in order."""
+        is_read = torch.zeros(len(self._tapped), dtype=torch.bool)
+        is_read[self._rows] = True
+        gains = torch.zeros(len(self._tapped), dtype=torch.float64)
+        missed, total, recalls = 0.0, 0.0, []
+        for lists, weight in zip(self._kinds, self._weights, strict=False):
+            own = candidates[lists]
+            unread = ~is_read[own]
+            recall, chances = self._estimate(lists, unread)
+            recalls.append(recall)
+            gains.index_add_(0, own[unread], weight * chances.expand(own.shape)[unread])
+            total += weight * len(own) * self._top_k
+            missed += weight * len(own) * self._top_k * (1 - recall)
+        self.recalls, self.recall = tuple(recalls), 1 - missed / total
+        room = self._max_rows - len(self._rows)
+        if room <= 0 or self.recall >= TARGET_RECALL or self._num_rounds >= NUM_ROUNDS:
+            self._next = None
+            return
+        gains, order = gains.sort(descending=True, stable=True)
+        number = int((missed - gains.cumsum(0) > (1 - TARGET_RECALL - MARGIN) * total).sum()) + 1
+        number = min(number, -(-room // (NUM_ROUNDS - self._num_rounds)), int((gains > 0).sum()))
+        self._next = order[:number] if number else None
+
+    def _estimate(self, lists: slice, unread: Tensor) -> tuple[float, Tensor]:
+        """Share of some lists' true members that was read, and the chances of their places ``[depth]``."""
+        total = len(unread) * self._top_k
+        num_beyond = len(unread) * (len(self._tapped) - len(self._rows)) - int(unread.sum())
+        low, high = 0.0, 1.0
+        for _ in range(12):  # what is missed shifts the end of the lists that are known, and with it what is missed
+            recall = (low + high) / 2
+            chances, beyond = self._chances(lists, recall)
+            missed = float((chances * unread).sum()) + beyond * num_beyond
+            low, high = (recall, high) if recall < 1 - missed / total else (low, recall)
+        return recall, chances
+
+    def _chances(self, lists: slice, recall: float) -> tuple[Tensor, float]:
+        """Chance of each place of a list to hold one of its true members, ``[depth]``, and of a place beyond."""
+        # Members among what was read, by its own order: the last ones are none if others are missed.
+        scores, places = self._scores[lists], self._places[lists]
+        order = scores.topk(min(self._top_k, scores.shape[1]), dim=1).indices
+        place = torch.arange(order.shape[1], dtype=torch.float64)
+        weights = (recall * self._top_k - place).clamp(0, 1).expand(len(order), -1)
+        members = torch.zeros(scores.shape, dtype=torch.float64).scatter_(1, order, weights)
+        edges = _edges(self._depth)
+        prior = torch.sigmoid((self._top_k - edges[:-1].double() - 0.5) / PRIOR_WIDTH)
+        prior = torch.cat([prior, prior.new_zeros(1)])
+        members = members[:, -places.shape[1] :]
+        bins = torch.bucketize(places, edges[1:], right=True).flatten()
+        hits = torch.zeros_like(prior).index_add_(0, bins, members.flatten())
+        counts = torch.bincount(bins, minlength=len(prior)).double()
+        chances = (hits + PRIOR_COUNT * prior) / (counts + PRIOR_COUNT)
+        return chances[:-1].repeat_interleave(edges.diff()), float(chances[-1])
+
+    def _rank(self) -> tuple[Tensor, Tensor]:
+        """Rows in the first places of each list, by what is known now, and their scores, both ``[L, depth]``."""
+        best: Tensor | None = None
+        rows: Tensor | None = None
+        for start in range(0, len(self._tapped), BLOCK_ROWS):
+            block = torch.arange(start, min(start + BLOCK_ROWS, len(self._tapped)))
+            features = self._mapped(block)
+            where = (self._rows >= start) & (self._rows < start + len(block))
+            features[self._rows[where] - start] = self._features[where]
+            scores = self._compute_scores(features, block)
+            ids = block.expand(len(scores), -1)
+            if best is not None and rows is not None:
+                scores, ids = torch.cat([best, scores], dim=1), torch.cat([rows, ids], dim=1)
+            best, columns = scores.topk(min(self._depth, scores.shape[1]), dim=1)
+            rows = ids.gather(1, columns)
+        assert best is not None
+        assert rows is not None
+        return rows, best
+
+    def _compute_scores(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Scores of samples with these features in every list, ``[L, rows]``."""
+        grads = self._grad_fn(self._head.logits(features), self._tapped.targets[rows]).to(features.dtype)
+        queries, bias = self._queries, float(self._head.trains_bias)
+        products = queries.features @ features.T + bias
+        dots = (queries.grads @ grads.T) * products
+        norms = _norms(features, grads, bias)
+        own = _norms(queries.features, queries.grads, bias)
+        tiny = torch.finfo(features.dtype).tiny
+        parts = [-dots, dots / (own[:, None] * norms).clamp(min=tiny)]
+        if queries.predicted_grads is not None:
+            parts.append((queries.predicted_grads @ grads.T) * products)
+        return torch.cat(parts)
+
+    def _inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the map, float64 ``[rows, r]``, and what it corrects, ``[rows, i]``."""
+        tapped = self._tapped
+        averages = tapped.averages[rows].double()
+        logits = tapped.logits[rows].double()
+        logits = self._scale * (logits - logits.mean(1, keepdim=True) if logits.shape[1] > 1 else logits)
+        ones = torch.ones(len(rows), 1, dtype=torch.float64)
+        return torch.cat([tapped.features[rows].double(), averages, logits, ones], dim=1), averages
+
+    def _fit(self) -> tuple[Tensor, Tensor]:
+        """The map ``[r, i]``, and what maps without each sample make of those read, ``[read, i]``."""
+        inputs, averages = self._inputs(self._rows[-MAX_FITTED:])
+        left, sizes, right = torch.linalg.svd(inputs, full_matrices=False)
+        wanted = self._features[-MAX_FITTED:].double() - averages
+        projected = left.T @ wanted
+        best = float("inf")
+        for penalty in PENALTIES:
+            squares = sizes.square()
+            kept = squares / (squares + penalty * squares.mean())
+            errors = (wanted - left @ (kept[:, None] * projected)) / (1 - left.square() @ kept).clamp(min=1e-3)[:, None]
+            if float(errors.square().mean()) < best:
+                best = float(errors.square().mean())
+                solution = right.T @ ((kept / sizes.clamp(min=1e-30))[:, None] * projected)
+                left_out = self._clipped(self._features[-MAX_FITTED:].double() - errors)
+        return solution, left_out
+
+    def _mapped(self, rows: Tensor) -> Tensor:
+        inputs, averages = self._inputs(rows)
+        return self._clipped(averages + inputs @ self._map)
+
+    def _clipped(self, features: Tensor) -> Tensor:
+        # After a ReLU there is nothing below zero, and the map does not know.
+        return (features.clamp(min=0) if self._is_positive else features).to(self._features.dtype)
+
+
+def _norms(features: Tensor, grads: Tensor, bias: float) -> Tensor:
+    norms: Tensor = (features.square().sum(1) + bias).sqrt() * grads.norm(dim=1)
+    return norms
+
+
+def _scale(tapped: TappedBlock) -> float:
+    """A factor that makes logits as large as features, so that one penalty suits both."""
+    features, logits = (values[:BLOCK_ROWS].float() for values in (tapped.features, tapped.logits))
+    return float(features.square().mean().sqrt() / logits.square().mean().sqrt().clamp(min=1e-6))
+
+
+def _edges(depth: int) -> Tensor:
+    """Edges of bins of places, wider and wider."""
+    edges: Sequence[int] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]
+    edges = [edge for edge in edges if edge < depth]
+    while edges[-1] < depth:
+        edges.append(min(depth, max(edges[-1] + 1, edges[-1] * 3 // 2)))
+    return torch.tensor(edges)
