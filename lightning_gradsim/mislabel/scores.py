@@ -223,7 +223,7 @@ def choose_columns(
 def _columns_of(name: str, task: Task) -> tuple[str, ...]:
     if task is not Task.REGRESSION:
         return SCORES[name].columns
-    columns = {"margin_knn": ("prediction",), "log_margin": ("prediction",), "knn": ("prediction",)}
+    columns: dict[str, tuple[str, ...]] = dict.fromkeys(("margin_knn", "log_margin", "knn"), ("prediction",))
     columns |= {"loss": ("loss", "prediction"), "self_influence": ("self_influence", "prediction")}
     if name not in columns:
         raise ValueError(f"`score={name!r}` needs classes, and the task is a regression. Use one of {list(columns)}.")

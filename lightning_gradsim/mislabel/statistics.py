@@ -112,7 +112,12 @@ class MislabelStatistics(Metric):
         dtype = {Task.CLASSIFICATION: torch.int32, Task.REGRESSION: torch.float32}.get(task, torch.int8)
         self._unseen = -torch.inf if task is Task.REGRESSION else UNSEEN
         fills = {"labels": torch.tensor(self._unseen, dtype=dtype), "visits": torch.tensor(0, dtype=torch.int32)}
-        self._shapes = {"visits": (), "labels": labelled, "neighbours": labelled, "rounds": ()}
+        self._shapes: dict[str, tuple[int, ...]] = {
+            "visits": (),
+            "labels": labelled,
+            "neighbours": labelled,
+            "rounds": (),
+        }
         self._shapes |= {column: shapes[column] for column in self.columns}
         # torchmetrics keeps a copy of every default: a number, that ``reset`` makes a column of, takes no memory.
         for name in self._shapes:
