@@ -192,11 +192,12 @@ def cifar_features(pictures: np.ndarray, cache: Path) -> Tensor:
             large = torch.nn.functional.interpolate(scaled, size=FEATURE_SIZE, mode="bilinear", align_corners=False)
             parts.append(network.extract_features(large).mean((2, 3)).half())
     features = torch.cat(parts)
-    _save(features, path)
+    save(features, path)
     return features.float()
 
 
-def _save(value: object, path: Path) -> None:
+def save(value: object, path: Path) -> None:
+    """Write a file that is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, path.with_suffix(".part"))
     os.replace(path.with_suffix(".part"), path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,53 +13,54 @@ import torch.nn.functional as F
 from mislabel_data import Data, Maker
 from torch import Tensor, nn
 
+Optimizers = tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler | None]
 PAD = 4
 """Pixels by which a picture is shifted at most."""
 
 
 class Network(nn.Module):
-    """A trunk and a head; ``features`` are what the head sees, ``earlier`` the layer before.
+    """A trunk and a head.
 
     Args:
-        stages: Modules up to the earlier layer, from there to the features, and the head.
+        trunk: From inputs to the features that the head sees.
+        head: From features to logits.
     """
 
-    def __init__(self, *stages: nn.Module) -> None:
+    def __init__(self, trunk: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.first, self.second, self.head = stages
+        self.trunk, self.head = trunk, head
 
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, features and earlier features of a batch."""
-        earlier = self.first(inputs)
-        features = self.second(earlier)
-        return self.head(features), features, earlier
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and features of a batch."""
+        features = self.trunk(inputs)
+        return self.head(features), features
 
 
 def mlp(*widths: int) -> Network:
     """Linear layers with ReLU between them; with two widths a single layer, whose features are the inputs."""
-    if len(widths) == 2:
-        return Network(nn.Identity(), nn.Identity(), nn.Linear(*widths))
     layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths[:-1])]
-    return Network(nn.Sequential(*layers[:-1]), layers[-1], nn.Linear(*widths[-2:]))
+    return Network(nn.Sequential(*layers), nn.Linear(*widths[-2:]))
 
 
 def conv_net() -> Network:
     """Two convolutions and two linear layers on 28x28 pictures, 14,000 parameters."""
-    first = nn.Sequential(
-        nn.Conv2d(1, 8, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(8, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()
+    trunk = nn.Sequential(
+        *(nn.Conv2d(1, 8, 5), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(8, 16, 5), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(256, 40), nn.ReLU()),
     )
-    return Network(first, nn.Sequential(nn.Linear(256, 40), nn.ReLU()), nn.Linear(40, 10))
+    return Network(trunk, nn.Linear(40, 10))
 
 
 def norm_net() -> Network:
     """Convolutions with batch normalisation on 32x32 pictures."""
 
     def block(inputs: int, outputs: int) -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+        convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2))
 
-    pool = nn.MaxPool2d(2)
-    trunk = nn.Sequential(block(3, 16), pool, block(16, 32), pool, block(32, 64), pool, nn.Flatten())
-    return Network(trunk, nn.Sequential(nn.Linear(64 * 16, 128), nn.ReLU()), nn.Linear(128, 10))
+    blocks = block(3, 16), block(16, 32), block(32, 64)
+    return Network(nn.Sequential(*blocks, nn.Flatten(), nn.Linear(64 * 16, 128), nn.ReLU()), nn.Linear(128, 10))
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,6 @@ class Record:
     Attributes:
         logits: Float32 ``[e, n, c]``, from the training forward, before the update.
         features: What the head saw, float16 ``[e, n, d]``; one epoch where the trunk has nothing to train.
-        earlier: The layer before, float16, after epochs 2, 4, 8, ... and the last.
         rates: Learning rate of the step, ``[e, n]``.
         validation_logits: After each epoch, in eval, ``[e, v, c]``.
         validation_features: Likewise, float16.
@@ -148,7 +149,6 @@ class Record:
 
     logits: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
-    earlier: dict[int, Tensor] = field(default_factory=dict)
     rates: list[Tensor] = field(default_factory=list)
     validation_logits: list[Tensor] = field(default_factory=list)
     validation_features: list[Tensor] = field(default_factory=list)
@@ -161,7 +161,14 @@ def knn_epochs(epochs: int) -> list[int]:
     return [2**power for power in range(1, 10) if 2**power <= epochs]
 
 
-def train(setting: Setting, sets: Data, seed: int, keep: Tensor | None = None, labels: Tensor | None = None) -> Record:
+def train(
+    setting: Setting,
+    sets: Data,
+    seed: int,
+    keep: Tensor | None = None,
+    labels: Tensor | None = None,
+    checkpoints: list[tuple[dict[str, Tensor], float]] | None = None,
+) -> Record:
     """Train once, and record every step.
 
     Args:
@@ -170,6 +177,7 @@ def train(setting: Setting, sets: Data, seed: int, keep: Tensor | None = None, l
         seed: For weights, order and augmentation.
         keep: Rows of the training set to train on; all if ``None``.
         labels: Labels instead of the given ones ``[N]``.
+        checkpoints: Takes weights and learning rate after epochs 2, 4, 8, ... and the last.
 
     Returns:
         The record; rows that are left out are zero.
@@ -180,38 +188,45 @@ def train(setting: Setting, sets: Data, seed: int, keep: Tensor | None = None, l
     rows = torch.arange(len(given)) if keep is None else keep
     steps = -(-len(rows) // setting.batch_size)
     optimizer, schedule = _optimizer(setting, network, steps)
-    frozen = not any(True for part in (network.first, network.second) for _ in part.parameters())
+    frozen = not list(network.trunk.parameters())
     record = Record()
     for epoch in range(1, setting.epochs + 1):
-        network.train()
-        seen: dict[str, Tensor] = {}
-        for ids in rows[torch.randperm(len(rows))].split(setting.batch_size):
-            inputs = sets.train_x[ids]
-            logits, features, earlier = network(augmented(inputs) if setting.augment else inputs)
-            rate = torch.full((len(ids),), optimizer.param_groups[0]["lr"])
-            for name, value in {"logits": logits, "features": features, "earlier": earlier, "rates": rate}.items():
-                if name not in seen:
-                    dtype = torch.float16 if name in ("features", "earlier") else torch.float32
-                    seen[name] = torch.zeros(len(given), *value.shape[1:], dtype=dtype)
-                seen[name][ids] = value.detach().to(seen[name].dtype)
-            optimizer.zero_grad()
-            F.cross_entropy(logits, given[ids]).backward()
-            optimizer.step()
-            if schedule is not None:
-                schedule.step()
+        seen = _train_epoch(setting, sets, network, (optimizer, schedule), given, rows)
         record.logits.append(seen["logits"])
         record.rates.append(seen["rates"])
-        if not (frozen and record.features):
-            record.features.append(seen["features"])
-        if not frozen and (epoch in knn_epochs(setting.epochs) or epoch == setting.epochs):
-            record.earlier[epoch] = seen["earlier"]
         logits, features = predict(network, sets.validation_x)
         record.validation_logits.append(logits)
-        if not (frozen and record.validation_features):
+        if not (frozen and record.features):
+            record.features.append(seen["features"])
             record.validation_features.append(features.half())
+        if checkpoints is not None and (epoch in knn_epochs(setting.epochs) or epoch == setting.epochs):
+            checkpoints.append((copy.deepcopy(network.state_dict()), optimizer.param_groups[0]["lr"]))
     record.test_accuracy = float((predict(network, sets.test_x)[0].argmax(1) == sets.test_y).float().mean())
     record.weights = network.state_dict()
     return record
+
+
+def _train_epoch(
+    setting: Setting, sets: Data, network: Network, optimizers: Optimizers, given: Tensor, rows: Tensor
+) -> dict[str, Tensor]:
+    """What a tap would see in one epoch, by sample."""
+    optimizer, schedule = optimizers
+    network.train()
+    seen: dict[str, Tensor] = {}
+    for ids in rows[torch.randperm(len(rows))].split(setting.batch_size):
+        inputs = sets.train_x[ids]
+        logits, features = network(augmented(inputs) if setting.augment else inputs)
+        rates = torch.full((len(ids),), optimizer.param_groups[0]["lr"])
+        for name, value in {"logits": logits, "features": features.half(), "rates": rates}.items():
+            if name not in seen:
+                seen[name] = value.new_zeros(len(given), *value.shape[1:]).detach()
+            seen[name][ids] = value.detach()
+        optimizer.zero_grad()
+        F.cross_entropy(logits, given[ids]).backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return seen
 
 
 def predict(network: Network, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,9 +248,7 @@ def augmented(images: Tensor) -> Tensor:
     return picked.permute(0, 3, 1, 2)  # [n, rows, columns, channels] -> [n, channels, rows, columns]
 
 
-def _optimizer(
-    setting: Setting, network: nn.Module, steps: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler | None]:
+def _optimizer(setting: Setting, network: nn.Module, steps: int) -> Optimizers:
     if not setting.one_cycle:
         return torch.optim.Adam(network.parameters(), lr=setting.learning_rate), None
     optimizer = torch.optim.SGD(network.parameters(), lr=setting.learning_rate, momentum=0.9)

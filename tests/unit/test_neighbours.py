@@ -64,6 +64,17 @@ def test_ties_go_to_the_smaller_row():
     assert_votes(found, reference(features, labels, 5, "euclidean"))
 
 
+@pytest.mark.parametrize("columns", [159, 160, 170, 400])
+@pytest.mark.parametrize("values", ["all different", "many ties"])
+def test_the_largest_of_many(columns, values):
+    closeness = torch.randn(20, columns) if values == "all different" else torch.randint(9, (20, columns)).float()
+    found, ids = neighbours._largest(closeness, torch.arange(columns) * 3, 4)
+    for i, row in enumerate(closeness.tolist()):
+        expected = sorted(range(columns), key=lambda j: (-row[j], j))[:4]
+        assert sorted(ids[i].tolist()) == sorted(3 * j for j in expected)
+        assert sorted(found[i].tolist()) == sorted(row[j] for j in expected)
+
+
 def test_ties_are_not_left_to_chance():
     features, labels = torch.zeros(50, 3), torch.arange(50)
     labels[:4] = 7
@@ -102,7 +113,7 @@ def test_a_subset_when_operations_are_limited():
     assert not torch.equal(found.disagreement, other.disagreement)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(None, 500), (1, 26), (10**12, 500), (500 * 100 * (2 * 8 + 160), 100)])
+@pytest.mark.parametrize(("limit", "expected"), [(None, 500), (1, 26), (10**12, 500), (500 * 100 * (2 * 8 + 100), 100)])
 def test_references_that_operations_allow_for(limit, expected):
     assert count_references(500, 8, 25, limit) == expected
 
