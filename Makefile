@@ -6,7 +6,7 @@ PINS := pyproject.toml constraints-dev.txt
 BENCH := .bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint docs bench bench-engine bench-peers bench-memory clean
+.PHONY: help demo test test-slow test-gpu lint docs bench bench-engine bench-peers bench-memory bench-mislabel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -43,6 +43,9 @@ bench-peers: $(BENCH)/alibi/.ready $(BENCH)/captum/.ready $(BENCH)/dattri/.ready
 
 bench-memory: $(VENV)/.demo ## Measure the peak memory of passes over few and many samples, and within a budget
 	$(BIN)/python benchmarks/memory.py
+
+bench-mislabel: $(BENCH)/mislabel/.ready ## Compare mislabel scores, in the folder GRADSIM_CACHE, with human noise from GRADSIM_DATA
+	PYTHONPATH=. $(BENCH)/mislabel/bin/python benchmarks/mislabel.py --rivals cleanlab captum
 
 clean: ## Remove the environment, caches and built files
 	rm -rf $(VENV) $(BENCH) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache lightning_logs

@@ -35,7 +35,7 @@ def replay(record: Record, sets: Data) -> RunAverages:
     """Feed the statistics with the visits of a run, and with neighbours after epochs 2, 4, 8, ... and the last."""
     labels, epochs = sets.train_y, len(record.logits)
     statistics = MislabelStatistics(len(labels), sets.num_classes, columns=COLUMNS)
-    ids, last_round = torch.arange(len(labels)), 0
+    ids, last_round, votes = torch.arange(len(labels)), 0, None
     gradients = torch.zeros(sets.num_classes, sets.num_classes, record.features[0].shape[1] + 1)
     for epoch in range(1, epochs + 1):
         features = _at(record.features, epoch)
@@ -43,7 +43,8 @@ def replay(record: Record, sets: Data) -> RunAverages:
             _feed(statistics, record, epoch, rows, labels, features, gradients)
         gradients = _validation_gradients(record, sets, epoch)
         if epoch in knn_epochs(epochs) or epoch == epochs:
-            votes = neighbour_votes(features, labels)
+            if votes is None or len(record.features) > 1:  # those of a frozen trunk stay the same
+                votes = neighbour_votes(features, labels)
             statistics.add_neighbours(ids, votes, weight=epoch - last_round)
             last_round = epoch
     return statistics.compute()

@@ -198,17 +198,14 @@ def _largest(closeness: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _top(closeness: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest of every row, falling, and their columns; any of equal ones.
-
-    The largest entries lie in the groups of columns with the largest maxima: those are found with one look at every
-    entry, and only their members are sorted.
-    """
+    """The ``k`` largest of every row, falling, and their columns; any of equal ones."""
     rows, columns = closeness.shape
     width = columns // GROUP_SIZE
     if width < 2 * k:
         values, places = closeness.topk(k, dim=1)
         return values, places
-    # A group is every ``width``-th column, so that maxima are taken of whole stretches of memory.
+    # The largest entries lie in the groups of columns with the largest maxima: those are found with one look at every
+    # entry, and only their members are sorted. A group is every ``width``-th column: maxima of whole stretches of memory.
     groups = closeness[:, : GROUP_SIZE * width].view(rows, GROUP_SIZE, width)
     best = groups.amax(1).topk(k, dim=1, sorted=False).indices
     members = best[:, None, :] + width * torch.arange(GROUP_SIZE, device=best.device)[:, None]  # [rows, group, k]

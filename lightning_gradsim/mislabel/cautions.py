@@ -12,9 +12,11 @@ from lightning_gradsim.tasks import Task
 MEMORISED = 0.98
 """Accuracy for the given training labels from which a model may have learned the wrong ones, too."""
 MEMORISING_GAP = 0.1
-"""How much lower validation accuracy then is. Both from the two texts and three pictures of docs/mislabel.md."""
-UNSURE = 0.35
+"""How much lower validation accuracy then is. All of these are read off the settings of docs/mislabel.md."""
+UNSURE = 0.4
 """Median probability of what is suggested to flagged samples, below which the model does not know better."""
+NEAR_ERROR = 0.8
+"""Share of flagged samples over the validation error from which flags may be the model's own mistakes."""
 UNDERFITTING_SHARE = 0.2
 """Share of flagged samples from which that matters."""
 DOUBTED_SHARE = 0.3
@@ -63,19 +65,19 @@ def find_cautions(
 
 def _underfitting(averages: RunAverages, validation_accuracy: float | None) -> list[str]:
     probabilities = suggest_labels(averages)[1]
-    if averages.task is not Task.CLASSIFICATION or probabilities is None:
+    if averages.task is not Task.CLASSIFICATION or probabilities is None or validation_accuracy is None:
         return []
     flagged = find_contradicted(averages)
-    if not bool(flagged.any()) or float(flagged.float().mean()) < UNDERFITTING_SHARE:
+    share, error = float(flagged.float().mean()), 1 - validation_accuracy
+    if not share >= UNDERFITTING_SHARE or not NEAR_ERROR <= share / max(error, 1e-9) <= 1 / NEAR_ERROR:
         return []
     sureness = float(_median(probabilities[flagged]))
-    share = float(flagged.float().mean())
     if sureness >= UNSURE:
         return []
-    error = "" if validation_accuracy is None else f", with {1 - validation_accuracy:.0%} wrong on the validation set"
     return [
-        f"Underfitting model: {share:.0%} of the samples are flagged{error}, half of them for a class that it gives "
-        f"{sureness:.0%} or less. Many flags may be its own mistakes: go by the ranking, and look at its first 1 %."
+        f"Underfitting model: {share:.0%} of the samples are flagged, about as many as it gets wrong on the validation "
+        f"set ({error:.0%}), half of them for a class that it gives {sureness:.0%} or less. Many flags may be its own "
+        "mistakes: go by the ranking, and look at its first 1 %."
     ]
 
 

@@ -119,7 +119,8 @@ def class_gradients(features: Tensor, output_grads: Tensor, labels: Tensor, num_
     """
     inputs = F.pad(raise_half(features), (0, 1), value=1.0)
     members = F.one_hot(labels, num_classes).to(inputs.dtype)
-    sums = torch.einsum("vk,vc,vd->kcd", members, raise_half(output_grads).to(inputs.dtype), inputs)
+    grads = raise_half(output_grads).to(inputs.dtype)
+    sums = torch.stack([(grads * members[:, k : k + 1]).T @ inputs for k in range(num_classes)])
     return sums / members.sum(0).clamp(min=1)[:, None, None]
 
 
@@ -135,8 +136,9 @@ def class_influence(features: Tensor, output_grads: Tensor, class_gradients: Ten
         ``max_k -<g_b, G_k>``, loss² per parameter², ``[b]``.
     """
     inputs = F.pad(features, (0, 1), value=1.0).to(class_gradients.dtype)
-    products = torch.einsum("bc,kcd,bd->bk", output_grads.to(inputs.dtype), class_gradients, inputs)
-    return (-products).amax(1)
+    # Inputs with every row of every class first: `[b, k, c]` is the smallest that any order of the sums goes through.
+    products = (inputs @ class_gradients.flatten(0, 1).T).unflatten(1, class_gradients.shape[:2])
+    return -(products * output_grads.to(inputs.dtype)[:, None, :]).sum(2).amin(1)
 
 
 def _canonical(task: Task, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

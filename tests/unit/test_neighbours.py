@@ -85,6 +85,16 @@ def test_ties_are_not_left_to_chance():
     assert torch.equal(found, expected)
 
 
+def test_ties_in_a_subset_go_to_the_smaller_row_too():
+    limit = estimate_flops(50, 20, 3)
+    nearest = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:20].sort().values[:3].tolist()
+    labels = torch.zeros(50, dtype=torch.long)
+    labels[nearest] = 1
+    outside = [i for i in range(50) if i not in nearest]
+    found = neighbour_votes(torch.zeros(50, 3), labels, k=3, max_flops=limit)
+    assert (found.disagreement[outside] == 1).all()
+
+
 def test_several_labels_a_sample():
     features, labels = torch.randn(40, 3), torch.randint(2, (40, 4)).bool()
     found = neighbour_votes(features, labels, k=5)
