@@ -45,7 +45,7 @@ bench-memory: $(VENV)/.demo ## Measure the peak memory of passes over few and ma
 	$(BIN)/python benchmarks/memory.py
 
 bench-mislabel: $(BENCH)/mislabel/.ready ## Compare mislabel scores, in the folder GRADSIM_CACHE, with human noise from GRADSIM_DATA
-	PYTHONPATH=. $(BENCH)/mislabel/bin/python benchmarks/mislabel.py --rivals cleanlab captum
+	PYTHONPATH=. $(BENCH)/mislabel/bin/python benchmarks/mislabel.py --rivals cleanlab captum --act
 
 clean: ## Remove the environment, caches and built files
 	rm -rf $(VENV) $(BENCH) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache lightning_logs

@@ -19,7 +19,7 @@ from pathlib import Path
 import mislabel_rivals
 import torch
 from mislabel_data import Data, UnavailableError, save
-from mislabel_measure import measure, rank_figures
+from mislabel_measure import ACTIONS, act, measure, rank_figures
 from mislabel_train import SETTINGS, Record, Setting, train
 
 SEEDS = (3, 4, 5, 6, 7)
@@ -28,6 +28,7 @@ T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 
 """0.975 quantile of Student's distribution by degrees of freedom."""
 DEFAULT, BASELINE = "margin_knn", "aum"
 RIVALS = {"cleanlab": mislabel_rivals.cleanlab_scores, "captum": mislabel_rivals.captum_scores}
+ACT = "act"
 GAIN, WORST, TOP_SYNTHETIC, TOP_HUMAN, CLEAN_FLAGGED = 0.01, -0.01, 0.9, 0.8, 0.015
 Results = dict[str, dict[int, dict[str, dict[str, float]]]]
 """Figures by setting, seed, score and name."""
@@ -63,7 +64,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=["*"], help="settings, by pattern")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--rivals", nargs="*", choices=list(RIVALS), default=[])
-    parser.add_argument("--rival-seeds", type=int, default=2, help="how many of the seeds rivals are trained for")
+    parser.add_argument("--act", action="store_true", help="train again without flagged samples, and with new labels")
+    parser.add_argument("--rival-seeds", type=int, default=2, help="how many of the seeds these two are done for")
     parser.add_argument("--again", action="store_true", help="measure again what is trained already")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -78,16 +80,20 @@ def run(setting: Setting, seed: int, options: argparse.Namespace) -> dict[str, d
     """Figures of one training, from the folder as far as they are there."""
     path = options.cache / "figures" / f"{setting.name}-{seed}.json"
     figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    rivals = options.rivals if setting.kind != "clean" and seed in options.seeds[: options.rival_seeds] else []
-    wanted = [name for name in rivals if not any(column.startswith(name) for column in figures)]
+    more = [*options.rivals, *([ACT] if options.act else [])]
+    more = more if setting.kind != "clean" and seed in options.seeds[: options.rival_seeds] else []
+    wanted = [name for name in more if not any(column.startswith(name) for column in figures)]
     if figures and not options.again and not wanted:
         return figures
     start = time.perf_counter()
     sets = setting.make_data(seed, options.cache)
     if not figures or options.again:
         figures |= measure(setting, sets, load_record(setting, sets, seed, options.cache))
-    for rival in wanted:
-        for column, scores in RIVALS[rival](setting, sets, seed).items():
+    for name in wanted:
+        if name == ACT:
+            figures[ACT] = act(setting, sets, load_record(setting, sets, seed, options.cache), seed)
+            continue
+        for column, scores in RIVALS[name](setting, sets, seed).items():
             figures[column] = rank_figures(scores, sets.flipped)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".part").write_text(json.dumps(figures, indent=1), encoding="utf-8")
@@ -110,7 +116,9 @@ def report(results: Results) -> None:
     """Tables, and the targets."""
     noisy = {name: runs for name, runs in results.items() if SETTINGS[name].kind != "clean"}
     if noisy:
-        scores = sorted({score for runs in noisy.values() for figures in runs.values() for score in figures} - {"run"})
+        scores = sorted(
+            {score for runs in noisy.values() for figures in runs.values() for score in figures} - {"run", ACT}
+        )
         print_table(noisy, scores, "AP")
         for column in ("AUROC", "precision@n", "top 1 %", "top 5 %"):
             print_table(noisy, [score for score in (DEFAULT, BASELINE, "loss") if score in scores], column)
@@ -119,6 +127,8 @@ def report(results: Results) -> None:
         for figures in runs.values():
             columns.update(dict.fromkeys(figures["run"]))
     print_rows("of the runs", {name: {c: average(runs, "run", c) for c in columns} for name, runs in results.items()})
+    acted = {name: {column: average(runs, ACT, column) for column in ACTIONS} for name, runs in noisy.items()}
+    print_rows("test accuracy", {name: row for name, row in acted.items() if not math.isnan(row[ACTIONS[0]])})
     for text in targets(results):
         print(text)
 
@@ -136,7 +146,9 @@ def print_table(results: Results, scores: Sequence[str], column: str) -> None:
 
 
 def print_rows(title: str, rows: dict[str, dict[str, float]]) -> None:
-    """A Markdown table."""
+    """A Markdown table; nothing without rows."""
+    if not rows:
+        return
     columns = list(next(iter(rows.values()), {}))
     print(f"\n| {title} | " + " | ".join(columns) + " |")
     print("| --- " * (len(columns) + 1) + "|")

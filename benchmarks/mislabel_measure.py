@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from mislabel_data import Data
-from mislabel_train import Network, Record, Setting, knn_epochs
+from mislabel_train import Network, Record, Setting, knn_epochs, train
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 from torch import Tensor
 
@@ -29,6 +29,8 @@ from lightning_gradsim.neighbours import neighbour_votes
 REPLAY_BATCH = 1024
 VALIDATION_BATCH = 32
 Measures = dict[str, dict[str, float]]
+ACTIONS = ("as is", "dropped", "as many dropped at random", "relabelled", "wrong ones dropped")
+"""What is done before a second training: with flagged samples, and, as a bound, with the truth."""
 
 
 def replay(record: Record, sets: Data) -> RunAverages:
@@ -128,6 +130,29 @@ def fine_tune(setting: Setting, sets: Data, record: Record) -> Tensor:
         lambda: ((rows, (sets.train_x[rows], sets.train_y[rows])) for rows in train),
         len(sets.train_x),
     )
+
+
+def act(setting: Setting, sets: Data, record: Record, seed: int) -> dict[str, float]:
+    """Test accuracy after training again, by what was done with the flagged samples."""
+    judgement = judge(replay(record, sets))
+    assert judgement.suggested is not None
+    flagged, number = judgement.sample_ids[judgement.flagged], len(sets.train_y)
+    labels = sets.train_y.clone()
+    labels[flagged] = judgement.suggested[judgement.flagged]
+    drawn = torch.randperm(number, generator=torch.Generator().manual_seed(seed))[: len(flagged)]
+
+    def without(rows: Tensor) -> float:
+        kept = torch.ones(number, dtype=torch.bool)
+        kept[rows] = False
+        return train(setting, sets, seed, keep=kept.nonzero()[:, 0]).test_accuracy
+
+    return {
+        "as is": record.test_accuracy,
+        "dropped": without(flagged),
+        "as many dropped at random": without(drawn),
+        "relabelled": train(setting, sets, seed, labels=labels).test_accuracy,
+        "wrong ones dropped": without(sets.flipped.nonzero()[:, 0]),
+    }
 
 
 def load_network(setting: Setting, record: Record) -> Network:

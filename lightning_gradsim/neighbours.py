@@ -205,7 +205,8 @@ def _top(closeness: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, places = closeness.topk(k, dim=1)
         return values, places
     # The largest entries lie in the groups of columns with the largest maxima: those are found with one look at every
-    # entry, and only their members are sorted. A group is every ``width``-th column: maxima of whole stretches of memory.
+    # entry, and only their members are sorted. A group is every ``width``-th column, so that
+    # maxima are taken of whole stretches of memory.
     groups = closeness[:, : GROUP_SIZE * width].view(rows, GROUP_SIZE, width)
     best = groups.amax(1).topk(k, dim=1, sorted=False).indices
     members = best[:, None, :] + width * torch.arange(GROUP_SIZE, device=best.device)[:, None]  # [rows, group, k]

@@ -104,6 +104,16 @@ def test_a_run_goes_on_where_it_stopped(short, tmp_path, monkeypatch, capsys):
     assert json.loads(path.read_text())["results"] == results
 
 
+def test_a_second_training_without_flagged_samples(short, load, tmp_path, capsys):
+    command = ["--cache", str(tmp_path), "--only", "digits-sym20", "--seeds", "0", "--act"]
+    short.main(command)
+    figures = json.loads((tmp_path / "figures" / "digits-sym20-0.json").read_text())
+    assert list(figures["act"]) == list(load("mislabel_measure").ACTIONS)
+    assert all(0.5 < accuracy < 1 for accuracy in figures["act"].values())
+    assert len(set(figures["act"].values())) > 2
+    assert "| test accuracy | as is | dropped |" in capsys.readouterr().out
+
+
 def test_ranks_and_intervals(load):
     benchmark, measuring = load("mislabel"), load("mislabel_measure")
     wrong = torch.tensor([True, False, True, False])

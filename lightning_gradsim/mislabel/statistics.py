@@ -185,7 +185,8 @@ class MislabelStatistics(Metric):
         """Take in a round of neighbours, each sample by the rank that has it.
 
         What is kept of a round is ``disagreement + margin``: how many neighbours contradict, and how much they agree
-        on another label.
+        on another label. Votes by the features of another layer may be added to a round, each with its share of
+        the weight.
 
         Args:
             ids: Sample ids ``[b]``, each once.

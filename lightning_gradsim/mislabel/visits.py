@@ -85,21 +85,19 @@ def measure_visits(
         features = raise_half(features.detach()).flatten(1)
         finite &= features.isfinite().all(1)
     usable = finite & ~mixed & ~outside
-    # Zeros instead of what does not count: one NaN would spoil the sum of a sample that is fine in other visits.
-    logits = torch.where(usable[:, None], logits, 0)
     residuals, values = _outputs(task, logits, labels, columns)
     if output_grads is not None:
         residuals = raise_half(output_grads.detach()).reshape(residuals.shape)
     for column in FROM_FEATURES:
         if column in columns:
-            given = torch.where(usable[:, None], _required(column, "features", features), 0)
+            given = _required(column, "features", features)
             if column == "self_influence":
                 values[column] = learning_rate * residuals.square().sum(1) * (given.square().sum(1) + 1)
             else:
                 values[column] = class_influence(
                     given, residuals, _required(column, "class_gradients", class_gradients)
                 )
-    for value in values.values():
+    for value in values.values():  # one NaN would spoil the sum of a sample that is fine in other visits
         value[~usable] = 0
     return Visits(labels, usable, values, mixed, outside & ~mixed, ~finite & ~mixed & ~outside)
 
@@ -137,7 +135,7 @@ def class_influence(features: Tensor, output_grads: Tensor, class_gradients: Ten
     """
     inputs = F.pad(features, (0, 1), value=1.0).to(class_gradients.dtype)
     # Inputs with every row of every class first: `[b, k, c]` is the smallest that any order of the sums goes through.
-    products = (inputs @ class_gradients.flatten(0, 1).T).unflatten(1, class_gradients.shape[:2])
+    products: Tensor = (inputs @ class_gradients.flatten(0, 1).T).unflatten(1, class_gradients.shape[:2])
     return -(products * output_grads.to(inputs.dtype)[:, None, :]).sum(2).amin(1)
 
 
