@@ -36,7 +36,8 @@ class Judgement:
         probabilities: Averaged probability of what is suggested, ``[n]``; ``None`` likewise.
         flagged: Whether the averaged prediction differs from the label, bool ``[n]``.
         visits: How often each was visited, int64 ``[n]``.
-        upper_estimate: Samples above Otsu's threshold: two groups are always found, so at most that many are wrong.
+        upper_estimate: Samples above Otsu's threshold: it parts any list in two, a clean one too, so in all settings of
+            docs/mislabel.md these are more than are wrong.
         notes: What limits these results, in words.
     """
 

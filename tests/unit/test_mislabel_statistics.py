@@ -152,6 +152,15 @@ def test_visits_that_do_not_count_are_told_apart():
     assert averages.visits.tolist() == [2, 1]
 
 
+def test_a_visit_that_does_not_count_gives_no_label():
+    statistics = MislabelStatistics(2, 3)
+    statistics.update(torch.tensor([1]), torch.zeros(1, 3), torch.tensor([[0.0, 0.4, 0.6]]))
+    statistics.update(torch.tensor([1]), torch.zeros(1, 3), torch.tensor([1]))
+    averages = statistics.compute()
+    assert averages.labels.tolist() == [1]
+    assert averages.skipped == {"mixed": 1}
+
+
 def test_a_repeat_that_does_not_count_leaves_the_label():
     statistics = MislabelStatistics(2, 2)
     logits = torch.tensor([[0.0, 1.0], [torch.nan, 0.0]])
