@@ -105,8 +105,6 @@ def find_contradicted(averages: RunAverages) -> Tensor:
     """
     if averages.task is Task.REGRESSION:
         residuals = log_margin(averages)
-        if not len(residuals):
-            return torch.zeros(0, dtype=torch.bool)
         median = residuals.median()
         return residuals - median > RESIDUAL_DEVIATIONS * MAD_TO_STD * (residuals - median).abs().median()
     suspicion = log_margin(averages) if "prediction" in averages.means else -averages.means["margin"]
@@ -151,9 +149,9 @@ def otsu_count(scores: Tensor) -> int:
         return 0
     sums = (ordered - ordered.mean()).cumsum(0)[:-1]
     below = torch.arange(1, number, dtype=torch.float64)
-    # Between-class variance, with means about zero: the lower sum is minus the upper one.
+    # Between-class variance, with means about zero: the lower sum is minus the upper one. Among equal scores it is
+    # convex, so that the best cut never parts them.
     between = sums.square() / (below * (number - below))
-    between[ordered[1:] == ordered[:-1]] = -1  # equal scores stay together
     return number - 1 - int(between.argmax())
 
 

@@ -139,5 +139,8 @@ def test_what_limits_the_list_is_noted():
 def test_no_samples():
     found = averages(Task.CLASSIFICATION, [], margin=[])
     found.means["prediction"], found.labels = torch.empty(0, 3), torch.empty(0, dtype=torch.long)
+    values = averages(Task.REGRESSION, [])
+    values.means["prediction"] = torch.empty(0, 1)
+    assert find_contradicted(values).tolist() == []
     table = judge(found)
     assert len(table.sample_ids) == table.upper_estimate == len(table.review()) == 0
