@@ -150,6 +150,18 @@ def test_other_scores(tmp_path, score):
     assert suspects.scores.diff().le(0).all()
 
 
+def assert_same_suspects(found, expected):
+    """But for rounding, by which the sums of two runs may differ: it moves neither a flag nor a neighbour here."""
+    ours, theirs = found.sample_ids.argsort(), expected.sample_ids.argsort()
+    for name in ("sample_ids", "labels", "suggested_labels", "flagged", "visits"):
+        assert torch.equal(getattr(found, name)[ours], getattr(expected, name)[theirs]), name
+    assert found.parts.keys() == expected.parts.keys()
+    values = {"score": (found.scores, expected.scores), "probability": (found.probabilities, expected.probabilities)}
+    values |= {name: (found.parts[name], expected.parts[name]) for name in found.parts}
+    for name, (own, other) in values.items():
+        torch.testing.assert_close(own[ours], other[theirs], rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_resumed_at_any_epoch_equals_uninterrupted(tmp_path):
     def run(callbacks, **options):
         trainer = make_trainer(tmp_path, callbacks, max_epochs=5)
@@ -164,8 +176,10 @@ def test_resumed_at_any_epoch_equals_uninterrupted(tmp_path):
     for epoch in range(4):
         resumed = Recorder(watching())
         run([resumed.gradsim, resumed], ckpt_path=tmp_path / f"{epoch}.ckpt")
-        expected = [report.suspects.to_rows() for report in whole.reports if report.epoch > epoch]
-        assert [report.suspects.to_rows() for report in resumed.reports] == expected
+        expected = [report for report in whole.reports if report.epoch > epoch]
+        assert len(resumed.reports) == len(expected)
+        for ours, theirs in zip(resumed.reports, expected, strict=True):
+            assert_same_suspects(ours.suspects, theirs.suspects)
 
 
 def test_the_state_is_plain(tmp_path):
