@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 import lightning_gradsim.reporter
+import lightning_gradsim.tap
 from lightning_gradsim import GradSimCallback, GradSimWarning, lightning_bridge
 from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.queries import QuerySelection
@@ -447,3 +448,47 @@ def test_processes_that_lightning_starts_anew(tmp_path):
     data = {"train": loader(train_data(61), shuffle=True), "val": loader(val_data(41))}
     fit(tmp_path / "one", strict(num_queries=20), Still(), **data)
     assert_same_files(tmp_path / "several", tmp_path / "one")
+
+
+@pytest.mark.parametrize("number", [60, 61], ids=["even", "uneven"])
+def test_several_processes_gather_what_one_gathers(tmp_path, number):
+    """From weights that stand still, so that every visit of a sample shows the same."""
+
+    def run(root, **options):
+        gradsim = strict(mislabel_score="margin_knn")
+        fit(root, gradsim, Still(), train=loader(train_data(number)), max_epochs=3, **options)
+        return read(gradsim)
+
+    found = run_processes(lambda: run(tmp_path / "several", **ddp()), tmp_path)
+    expected = run(tmp_path / "one")
+    assert expected.suspects.score_name == "margin_knn"
+    assert expected.suspects.parts.keys() == {"log_margin", "knn"}
+    padded = number % 2
+    for report in found:
+        ours, theirs = report.suspects.sample_ids.argsort(), expected.suspects.sample_ids.argsort()
+        assert torch.equal(report.suspects.sample_ids[ours], expected.suspects.sample_ids[theirs])
+        visits = report.suspects.visits[ours]
+        assert torch.equal(visits, torch.full((number,), 3) + 3 * padded * (torch.arange(number) == 0))
+        for name in ("log_margin", "knn"):
+            parts = report.suspects.parts[name][ours], expected.suspects.parts[name][theirs]
+            torch.testing.assert_close(*parts, rtol=1e-4, atol=1e-5)
+        assert report.suspects.to_rows() == found[0].suspects.to_rows()
+
+
+def test_a_watch_that_breaks_on_one_process_ends_on_all(tmp_path):
+    def job():
+        gradsim = strict(mislabel_score="margin_knn", on_error="warn")
+        if int(os.environ["RANK"]) == 1:
+            lightning_gradsim.tap.Tap.end_step = _fail
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GradSimWarning)
+            fit(tmp_path / "run", gradsim, max_epochs=2, **ddp())
+        return read(gradsim)
+
+    for report in run_processes(job, tmp_path):
+        assert report.suspects.score_name == "self_influence"
+        assert sum("RuntimeError: boom" in note for note in report.notes) == 1
+
+
+def _fail(*_):
+    raise RuntimeError("boom")
