@@ -150,6 +150,17 @@ def test_the_recall_is_estimated(noise):
     assert max(map(abs, differences)) < 0.2
 
 
+def test_members_in_places_beyond_those_looked_at_are_missed_too(monkeypatch):
+    monkeypatch.setattr(shortlist, "DEPTH_FACTOR", 3)
+    estimates, truths = [], []
+    for seed in range(4):
+        world = World(noise=1.0, seed=seed)
+        chosen, batches = world.read(max_rows=120, num_probe=80)
+        estimates.append(chosen.recall)
+        truths.append(world.recall(batches))
+    assert abs(sum(estimates) - sum(truths)) / 4 < 0.1
+
+
 def test_more_is_read_where_features_are_less_certain():
     few, many = (len(torch.cat(World(noise=noise).read()[1])) for noise in (0.02, 0.5))
     assert few < many < N
