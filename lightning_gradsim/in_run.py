@@ -244,12 +244,10 @@ class InRun:
         if not states:
             return
         sums = [state["statistics"]["sums"] for state in states]
-        merged = {
-            name: torch.stack([each[name] for each in sums]).amax(0)
-            if name == "labels"
-            else torch.stack([each[name] for each in sums]).sum(0)
-            for name in sums[0]
-        }
+        merged = {}
+        for name, own in sums[0].items():
+            parts = torch.stack([each[name] for each in sums])
+            merged[name] = parts.amax(0) if name == "labels" else parts.sum(0, dtype=own.dtype)
         self._restore({**states[0], "statistics": {**states[0]["statistics"], "sums": merged}})
         self._samples = self._new_samples()
         self._samples.merge([state["samples"] for state in states])
@@ -266,7 +264,7 @@ class InRun:
         self._samples.load_state_dict(state["samples"])
         self._num_outputs = int(saved["num_outputs"])
         self._statistics = MislabelStatistics(
-            saved["num_samples"], self._num_outputs, Task(saved["task"]), saved["columns"]
+            saved["num_samples"], self._num_outputs, Task(saved["task"]), saved["columns"], sync_on_compute=False
         )
         self._statistics.load_state_dict(saved["sums"])
 
@@ -280,7 +278,9 @@ class InRun:
             columns = choose_columns(
                 [self._settings.score], step.task, self._num_samples, self._num_outputs, self._settings.max_state_mb / 2
             )
-            self._statistics = MislabelStatistics(self._num_samples, self._num_outputs, step.task, columns)
+            self._statistics = MislabelStatistics(
+                self._num_samples, self._num_outputs, step.task, columns, sync_on_compute=False
+            )
         needs_gradients = "self_influence" in self._statistics.columns
         self._statistics.update(
             block.ids,

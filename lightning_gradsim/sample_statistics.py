@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,11 +126,9 @@ def _joined(tables: Sequence[SuspectTable]) -> SuspectTable:
     order = order[is_first]
     order = order[scores[order].argsort(descending=True, stable=True)]
 
-    def column(name: str) -> Any:
-        parts = [getattr(table, name) for table in tables]
-        return None if parts[0] is None else torch.cat(parts)[order]
-
-    return SuspectTable(**{field.name: column(field.name) for field in fields(SuspectTable)})
+    columns = [name for name, value in vars(tables[0]).items() if isinstance(value, Tensor)]
+    joined: dict[str, Any] = {name: torch.cat([getattr(table, name) for table in tables])[order] for name in columns}
+    return replace(tables[0], **joined)
 
 
 def labels_of(table: SuspectTable, sample_ids: Sequence[int]) -> dict[int, Label]:

@@ -79,6 +79,7 @@ class MislabelStatistics(Metric):
         num_outputs: Logits a sample: classes ``C``, labels ``L``, or outputs of a regression.
         task: Kind of task.
         columns: What to sum, as ``scores.choose_columns`` says.
+        sync_on_compute: Whether ``compute`` asks all processes, which all have to call it then.
 
     Example:
         >>> statistics = MislabelStatistics(num_samples=3, num_outputs=2)
@@ -104,8 +105,10 @@ class MislabelStatistics(Metric):
         num_outputs: int,
         task: Task = Task.CLASSIFICATION,
         columns: Sequence[str] = ("margin", "loss", "prediction"),
+        *,
+        sync_on_compute: bool = True,
     ) -> None:
-        super().__init__(compute_with_cache=False)
+        super().__init__(compute_with_cache=False, sync_on_compute=sync_on_compute)
         self.num_samples, self.task, self.columns = num_samples, task, tuple(columns)
         shapes = column_shapes(task, num_outputs)
         labelled = () if task in (Task.CLASSIFICATION, Task.REGRESSION) else (num_outputs,)
