@@ -91,7 +91,7 @@ def print_findings(report: Report, true_labels: Tensor) -> None:
     print("\nProbably wrong labels (training samples, most suspect first):")
     for suspect in report.suspects[:10]:
         print(
-            f"  {suspect.score:9.1f}  {verdict(suspect.sample_id, suspect.label)}; suggested {suspect.suggested_label}"
+            f"  {suspect.score:9.2f}  {verdict(suspect.sample_id, suspect.label)}; suggested {suspect.suggested_label}"
         )
 
 
@@ -122,6 +122,10 @@ def main(arguments: list[str] | None = None) -> Report:
     report = gradsim.report
     assert report is not None
     print_findings(report, true_labels)
+    flagged = [suspect for suspect in report.suspects if suspect.flagged]
+    right = sum(suspect.suggested_label == int(true_labels[suspect.sample_id]) for suspect in flagged)
+    num_flipped = int((true_labels != train_set.tensors[1]).sum())
+    print(f"\n{len(flagged)} labels are flagged ({num_flipped} are wrong); {right} suggested labels are the true ones.")
     harmful = [sample.sample_id for query in report.queries for sample in query.harmful[:5]]
     given_labels = train_set.tensors[1]
     share = float((true_labels[harmful] != given_labels[harmful]).float().mean())

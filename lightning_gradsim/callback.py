@@ -409,7 +409,9 @@ class GradSimCallback(Callback):
                 trainer, lambda: self._score(trainer, module, selection, buffers, in_full=in_full)
             )
             reading_seconds = self._clock.seconds - begin
-            report, kept = self._make_report(trainer, selection, parts)
+            made: list[tuple[Report, tuple[Query, ...]]] = []  # on every rank alike: no need to send it
+            self._supervisor.on_all_ranks(trainer, lambda: made.append(self._make_report(trainer, selection, parts)))
+            report, kept = made[0]
             judged = self._supervisor.on_all_ranks(
                 trainer, lambda: self._watch.suspects(report) if trainer.is_global_zero else None
             )[0]

@@ -65,6 +65,7 @@ def ddp(**options: Any) -> dict[str, Any]:
 
 def _work(job: Callable[[], Any], path: Path, rank: int, world_size: int, port: int) -> None:
     variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": world_size}
+    variables["OMP_NUM_THREADS"] = 1  # Lightning would set it in the first of several runs
     variables |= {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "1"}
     os.environ.update({name: str(value) for name, value in variables.items()})
     torch.set_num_threads(1)

@@ -468,7 +468,9 @@ def test_several_processes_gather_what_one_gathers(tmp_path, number):
         ours, theirs = report.suspects.sample_ids.argsort(), expected.suspects.sample_ids.argsort()
         assert torch.equal(report.suspects.sample_ids[ours], expected.suspects.sample_ids[theirs])
         visits = report.suspects.visits[ours]
-        assert torch.equal(visits, torch.full((number,), 3) + 3 * padded * (torch.arange(number) == 0))
+        # What the sampler repeats to give all processes as much was trained on, too.
+        assert int(visits.sum()) == 3 * (number + padded)
+        assert visits.min() == 3
         for name in ("log_margin", "knn"):
             parts = report.suspects.parts[name][ours], expected.suspects.parts[name][theirs]
             torch.testing.assert_close(*parts, rtol=1e-4, atol=1e-5)
