@@ -62,6 +62,7 @@ class TapCallback(Callback):
         self.recorder.detach()
 
 
+@pytest.mark.slow  # `test_gradsim.py` runs the whole table, too, with the tap in the callback
 @pytest.mark.parametrize("case", rows())
 def test_the_tap_changes_nothing(case: Case) -> None:
     """With it and without: the same run, bit for bit, while samples were tapped, each under its own id."""
