@@ -194,6 +194,7 @@ class GradSimCallback(Callback):
         self._collector: QueryCollector | None = None
         self._waiting: QueryCollector | None = None  # of the latest validation, in case it turns out to be the last
         self._batch_idx = -1
+        self._is_over_budget = False
         self._num_read = self._last_step = self._num_passed_over = self._num_due = 0
 
     @staticmethod
@@ -267,6 +268,9 @@ class GradSimCallback(Callback):
         bridge.check_strategy(trainer, type(self).__name__)
         self._failures.in_a_row, self._failures.aloud = 0, trainer.is_global_zero
         if stage == "fit":
+            # Before a resume loads its state.
+            self._num_read = self._last_step = self._num_passed_over = 0
+            self._batch_idx = -1
             self._watch.attach(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -295,6 +299,7 @@ class GradSimCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the epoch, if no validation did."""
+        self._watch.remove()  # of a step that was skipped
         if not self._failures.are_too_many:
             self._watch.end_epoch(trainer, trainer.current_epoch, is_last=trainer.should_stop)
 
@@ -346,7 +351,8 @@ class GradSimCallback(Callback):
         if collector is None:
             return
         in_full = trainer.state.fn != "fit" or (self.final_pass and self._moment.ends_run)
-        if in_full or self._moment.ends_run or not self._schedule.last_epoch_only:
+        is_wanted = not (self._schedule.last_epoch_only or self._is_over_budget)
+        if in_full or self._moment.ends_run or is_wanted:
             self._explain(trainer, pl_module, collector, in_full=in_full)
         if not self._moment.ends_run and (self.final_pass or self._schedule.last_epoch_only):
             self._waiting = collector
@@ -379,15 +385,17 @@ class GradSimCallback(Callback):
             self._moment = Moment(trainer.current_epoch, trainer.global_step, ends_epoch=True, ends_run=True)
             return True
         self._moment = moment = bridge.moment_of(trainer, self._batch_idx)
+        self._is_over_budget = False
         is_last = moment.ends_run and (self.final_pass or self._schedule.last_epoch_only)
         if is_last or not self._schedule.is_due(moment, moment.step - self._last_step):
             return is_last
-        if moment.ends_run or self.final_pass or self._supervisor.on_rank_zero(trainer, self._budget.allows_report):
+        if moment.ends_run or self._supervisor.on_rank_zero(trainer, self._budget.allows_report):
             return True
+        self._is_over_budget = True
         self._num_passed_over += 1
         if self._num_passed_over == 1 and trainer.is_global_zero:
             logger.info("`%s` passes over validations to keep within `time_budget=%s`", self.name, self.time_budget)
-        return False
+        return self.final_pass  # it may turn out to be the last: its queries are kept
 
     def _check_module(self, module: LightningModule) -> None:
         select_layers(module, self.settings.layers)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
@@ -85,6 +87,11 @@ def _with_label(sample: Any, label: int) -> Any:
 
 
 def _like(old: Any, label: int) -> Any:
-    if isinstance(old, Tensor):
-        return torch.full_like(old, label)
+    if isinstance(old, (Tensor, np.ndarray)):
+        if math.prod(old.shape) != 1:
+            raise BatchFormatError(
+                f"A label has the shape {tuple(old.shape)}, so a class index cannot replace it. Correct the labels in "
+                "the dataset itself, by `report.suspects`."
+            )
+        return torch.full_like(old, label) if isinstance(old, Tensor) else np.full_like(old, label)
     return type(old)(label) if hasattr(old, "dtype") else label

@@ -36,7 +36,7 @@ class HeadSearch:
 
     def see(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         """The hook."""
-        if id(module) in self._names:
+        if id(module) in self._names and not self._only_holds_the_last(module, output):
             self._last = module, args, output
         owner = self._owners.get(id(module))
         if owner is None or owner in self._with_grad or self._last is None:
@@ -72,6 +72,14 @@ class HeadSearch:
             return None
         name, layer, self.seen = chosen
         return name, layer
+
+    def _only_holds_the_last(self, module: nn.Module, output: Any) -> bool:
+        """Whether a module with parameters of its own (a class token) gives what a layer inside of it gave."""
+        if self._last is None or not isinstance(output, Tensor):
+            return False
+        layer, _, inner = self._last
+        is_inside = layer is not module and any(layer is part for part in module.modules())
+        return is_inside and isinstance(inner, Tensor) and _same(inner, output)
 
     def _judge(
         self, layer: nn.Module, args: Sequence[Any], output: Any, logits: Tensor

@@ -75,19 +75,25 @@ class InRun:
         """Copies keep what was gathered, and watch nothing."""
         return {**vars(self), "_tap": None}
 
-    def begin_run(self, num_samples: int) -> None:
+    def begin_run(self, adapter: Adapter, num_samples: int, *, is_owner: bool) -> None:
         """Watch the steps of a run, and go on from a state that was loaded.
 
         Args:
+            adapter: Reads batches; bound to the module.
             num_samples: One more than the largest sample id.
+            is_owner: Whether this process holds the sums of all; the others begin at zero.
         """
         self.reason = None
-        self._num_samples = num_samples
-        self._tap = Tap(self._adapter, self._consume)
+        self._adapter, self._num_samples, self._is_owner = adapter, num_samples, is_owner
+        self._tap = Tap(adapter, self._consume)
+        self._statistics, self._samples, self._last_round = None, self._new_samples(), 0
+        self._num_references = None
         if self._state is not None:
             self._restore(self._state)
-        else:
-            self._statistics, self._samples, self._last_round = None, self._new_samples(), 0
+        self._state = None
+
+    def forget_state(self) -> None:
+        """Do not go on from a state that was loaded."""
         self._state = None
 
     def begin_step(self, module: nn.Module, batch: Any, ids: Tensor, step: int, learning_rate: float) -> None:
@@ -105,7 +111,7 @@ class InRun:
                 self._tap.flush()
             self._learning_rate = learning_rate
             self._tap.begin_step(module, batch, ids, step)
-            self.reason = self._tap.reason
+            self._follow(self._tap)
 
     def end_step(self, returned: Tensor | None) -> None:
         """Take in what it has shown.
@@ -115,7 +121,7 @@ class InRun:
         """
         if self.reason is None and self._tap is not None:
             self._tap.end_step(returned)
-            self.reason = self._tap.reason
+            self._follow(self._tap)
 
     def give_up(self, reason: str) -> None:
         """Watch no further steps, and forget what they told: it would be half a story.
@@ -161,15 +167,11 @@ class InRun:
         self._num_references = votes.num_references if votes.num_references < len(block) else None
         return True
 
-    def suspects(
-        self, validation_accuracy: float | None, doubted_queries: int, studied_queries: int
-    ) -> tuple[SuspectTable, tuple[str, ...]] | None:
+    def suspects(self, validation_accuracy: float | None) -> tuple[SuspectTable, tuple[str, ...]] | None:
         """All samples that training has visited, the most suspect first, and what limits the list.
 
         Args:
             validation_accuracy: In [0, 1]; ``None`` where unknown.
-            doubted_queries: Studied validation mistakes whose own label is doubtful.
-            studied_queries: Validation mistakes that were studied.
 
         Returns:
             The table and sentences; ``None`` where nothing is known.
@@ -186,8 +188,6 @@ class InRun:
             averages,
             train_accuracy=self._train_accuracy(averages.task),
             validation_accuracy=validation_accuracy,
-            doubted_queries=doubted_queries,
-            studied_queries=studied_queries,
         )
         single = averages.task is Task.BINARY
         labels = judgement.labels[:, 0] if single else judgement.labels
@@ -248,25 +248,32 @@ class InRun:
         for name, own in sums[0].items():
             parts = torch.stack([each[name] for each in sums])
             merged[name] = parts.amax(0) if name == "labels" else parts.sum(0, dtype=own.dtype)
+        self._is_owner = is_owner
         self._restore({**states[0], "statistics": {**states[0]["statistics"], "sums": merged}})
         self._samples = self._new_samples()
         self._samples.merge([state["samples"] for state in states])
-        self._is_owner = is_owner
-        if not is_owner and self._statistics is not None:
-            self._statistics.reset()
+
+    def _follow(self, tap: Tap) -> None:
+        # Where what it handed on has given up, it does not know.
+        if tap.reason is not None:
+            self.reason = tap.reason
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        self._statistics, self._samples = None, self._new_samples()
-        self._last_round = int(state["last_round"])
         saved = state.get("statistics")
         if saved is None or saved["num_samples"] != self._num_samples:
             return
+        wanted = self._columns(Task(saved["task"]), int(saved["num_outputs"]))
+        if set(wanted) - set(saved["columns"]):  # another score, which needs what was not summed
+            return
+        self._last_round = int(state["last_round"])
         self._samples.load_state_dict(state["samples"])
         self._num_outputs = int(saved["num_outputs"])
         self._statistics = MislabelStatistics(
             saved["num_samples"], self._num_outputs, Task(saved["task"]), saved["columns"], sync_on_compute=False
         )
         self._statistics.load_state_dict(saved["sums"])
+        if not self._is_owner:
+            self._statistics.reset()
 
     def _consume(self, block: TappedBlock) -> None:
         if not self._num_samples:
@@ -275,9 +282,7 @@ class InRun:
         step = self._adapter.step_from_logits(block.logits, block.targets)
         if self._statistics is None:
             self._num_outputs = block.logits.shape[1]
-            columns = choose_columns(
-                [self._settings.score], step.task, self._num_samples, self._num_outputs, self._settings.max_state_mb / 2
-            )
+            columns = self._columns(step.task, self._num_outputs)
             self._statistics = MislabelStatistics(
                 self._num_samples, self._num_outputs, step.task, columns, sync_on_compute=False
             )
@@ -291,6 +296,14 @@ class InRun:
             learning_rate=self._learning_rate,
         )
         self._samples.update(block)
+
+    def _columns(self, task: Task, num_outputs: int) -> tuple[str, ...]:
+        """What the score needs, and the predictions that labels are suggested from, where there is room."""
+        room = self._settings.max_state_mb / 2
+        try:
+            return choose_columns([self._settings.score, "log_margin"], task, self._num_samples, num_outputs, room)
+        except ValueError:
+            return choose_columns([self._settings.score], task, self._num_samples, num_outputs, room)
 
     def _labels(self, block: TappedBlock) -> Tensor:
         assert self._statistics is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import copy_batch
@@ -26,8 +26,12 @@ class QueryCollector:
         self._selection = selection
         self._failure: Exception | None = None
         self._loaders = loaders
-        self._ids = {i: ids_in_order(each) for i, each in enumerate(loaders)}
+        self._ids: dict[int, Tensor | None] = dict.fromkeys(range(len(loaders)))
         self._num_seen = dict.fromkeys(self._ids, 0)
+        try:
+            self._ids = {i: ids_in_order(each) for i, each in enumerate(loaders)}
+        except Exception as error:
+            self._failure = error
 
     def collect(
         self,
@@ -45,7 +49,6 @@ class QueryCollector:
             batch: The batch, on the module's device.
             dataloader_idx: Which validation loader it came from.
             forward_context: The precision context of the run.
-
         """
         if self._failure is None:
             try:

@@ -73,12 +73,15 @@ class Supervisor:
             self._failures.record(f"{self.stage} of epoch {epoch}", error, directory / "errors.log")
 
     @contextmanager
-    def optional(self, trainer: Trainer, give_up: Callable[[str], None]) -> Iterator[None]:
+    def optional(
+        self, trainer: Trainer, give_up: Callable[[str], None], raising: type[Exception] | tuple[()] = ()
+    ) -> Iterator[None]:
         """For what a report can do without, and processes need not agree on: if it fails, it is given up.
 
         Args:
             trainer: The trainer.
             give_up: Takes the reason.
+            raising: Arrives in any case: a wrong argument.
 
         Yields:
             Nothing.
@@ -87,7 +90,7 @@ class Supervisor:
             with self._clock.working():
                 yield
         except Exception as error:
-            if self._raises or bridge.is_trial_run(trainer):
+            if self._raises or bridge.is_trial_run(trainer) or isinstance(error, raising):
                 raise
             reason = f"{type(error).__name__}: {error}"
             give_up(reason)

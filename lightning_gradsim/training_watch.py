@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -48,7 +49,7 @@ class TrainingWatch:
         clock: Clock,
         failures: Failures,
     ) -> None:
-        self._adapter = adapter
+        self._adapter = self._step_adapter = adapter
         self._in_run = in_run
         self._ids = SampleIdRecorder(id_key)
         self._supervisor = supervisor
@@ -70,6 +71,7 @@ class TrainingWatch:
             trainer: The trainer, before it makes its training loader.
         """
         if self._in_run is not None:
+            self._in_run.forget_state()  # of a test or validation before; what a resume loads comes later
             self._ids.attach(trainer)
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -82,8 +84,13 @@ class TrainingWatch:
         self._asks_users_code = type(self._adapter) is not Adapter or self._adapter.keeps_batches_apart(module)
         self._loss_check = LossCheck()
         self._seconds_at_round, self._is_given_up = 0.0, False
-        if self._in_run is not None:
-            self._in_run.begin_run(bridge.num_sample_ids(trainer))
+        self._supervisor.stage = WATCH
+        with self._supervisor.optional(trainer, self._give_up):
+            # A loss of the user's may keep a state, which is none of ours to change.
+            self._step_adapter = copy.deepcopy(self._adapter) if self._asks_users_code else self._adapter
+            if self._in_run is not None:
+                is_owner = trainer.is_global_zero
+                self._in_run.begin_run(self._step_adapter, bridge.num_sample_ids(trainer), is_owner=is_owner)
 
     def begin_step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Watch a step.
@@ -124,7 +131,7 @@ class TrainingWatch:
         self._supervisor.stage = LOSS_CHECK
         with self._supervisor.optional(trainer, self._loss_check.give_up), self._supervisor.isolated(trainer):
             returned = bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches)
-            self._loss_check.end_step(self._adapter, batch, returned)
+            self._loss_check.end_step(self._step_adapter, batch, returned)
         self._loss_check.remove()
         if self._loss_check.difference is not None:
             self._failures.warn_once(self._loss_check.difference)
@@ -174,7 +181,7 @@ class TrainingWatch:
         accuracy = None
         if report.task != Task.REGRESSION.value and report.num_validation_samples:
             accuracy = 1 - report.num_errors / report.num_validation_samples
-        found = self._in_run.suspects(accuracy, len(report.suspect_queries), len(report.queries))
+        found = self._in_run.suspects(accuracy)
         if found is not None:
             return found
         reason = self._in_run.reason
@@ -219,17 +226,23 @@ class TrainingWatch:
     def _find_ids(self, trainer: Trainer, batch: Any, batch_idx: int, in_run: InRun) -> Tensor | None:
         """Ids of the batch; raises only where batches do not carry them as the user says."""
         try:
-            _, targets = self._adapter.split(batch)
+            _, targets = self._step_adapter.split(batch)
         except Exception as error:  # the collection of queries reads batches, too, and says what is wrong
             own = isinstance(error, BatchFormatError)
             in_run.give_up(str(error) if own else f"{type(error).__name__}: {error}")
             return None
-        with self._clock.working():
+        ids = None
+        with self._clock.working(), self._supervisor.optional(trainer, in_run.give_up, raising=BatchFormatError):
             loaders = bridge.flatten_loaders(trainer.train_dataloader)
             ids = self._ids.find_ids(loaders, batch, batch_idx, len(targets))
-        if ids is None:
+        if ids is None and in_run.reason is None:
             in_run.give_up(f"{self._ids.reason}")
         return ids
+
+    def _give_up(self, reason: str) -> None:
+        self._loss_check.give_up(reason)
+        if self._in_run is not None:
+            self._in_run.give_up(reason)
 
     def _may_watch(self, module: LightningModule) -> bool:
         # A hook inside a compiled module would change what the compiler fuses, and with it the training.

@@ -477,6 +477,20 @@ def test_several_processes_gather_what_one_gathers(tmp_path, number):
         assert report.suspects.to_rows() == found[0].suspects.to_rows()
 
 
+def test_what_was_gathered_counts_once_after_a_resume(tmp_path):
+    def job():
+        for epochs in (1, 2):
+            gradsim = strict(mislabel_score="margin_knn")
+            trainer = make_trainer(tmp_path / "run", [gradsim], max_epochs=epochs, **ddp())
+            saved = None if epochs == 1 else tmp_path / "saved.ckpt"
+            trainer.fit(Still(), loader(train_data()), loader(val_data()), ckpt_path=saved)
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+        return read(gradsim)
+
+    for report in run_processes(job, tmp_path):
+        assert set(report.suspects.visits.tolist()) == {2}
+
+
 def test_a_watch_that_breaks_on_one_process_ends_on_all(tmp_path):
     def job():
         gradsim = strict(mislabel_score="margin_knn", on_error="warn")

@@ -252,3 +252,96 @@ class TestWhereStepsTellNothing:
             gradsim, _, _ = fit(tmp_path, watching(on_error="warn"))
         assert texts == ["`GradSimCallback`: the watch of training steps was given up. RuntimeError: boom."]
         assert "RuntimeError: boom" in self.reason(gradsim)
+
+    def test_a_sampler_that_draws_beyond_the_data_known(self, tmp_path):
+        """Samples that come in while training goes on, as in active learning."""
+
+        class Growing(TensorDataset):
+            size = 40
+
+            def __len__(self):
+                return self.size
+
+        class Grows(Callback):
+            def on_train_epoch_end(self, trainer, pl_module):
+                data.size = NUM_TRAIN
+
+        data = Growing(*train_data().tensors)
+        with collect_warnings():
+            _, module, _ = fit(
+                tmp_path, watching(on_error="warn"), train=loader(data), callbacks=[Grows()], max_epochs=3,
+                reload_dataloaders_every_n_epochs=1,
+            )  # fmt: skip
+        assert module.trainer.current_epoch == 3
+
+
+class WithToken(Classifier):
+    """A module with a parameter of its own, as vision transformers have."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = torch.nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return super().forward(x + self.token)
+
+
+def test_a_module_with_a_parameter_of_its_own(tmp_path):
+    gradsim, _, _ = fit(tmp_path, watching(), WithToken())
+    assert read(gradsim).suspects.score_name == "margin_knn"
+
+
+class Counting(torch.nn.CrossEntropyLoss):
+    """Weighs its losses by what it has seen before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, outputs, targets):
+        self.seen += 1
+        return super().forward(outputs, targets) * (1 + 0.01 * self.seen)
+
+
+@pytest.mark.filterwarnings("ignore:.*`training_step` returned a loss:lightning_gradsim.GradSimWarning")
+@pytest.mark.parametrize("score", [None, "margin_knn"])
+def test_a_criterion_with_a_state_is_left_alone(tmp_path, score):
+    weights = []
+    for callbacks in ([watching(mislabel_score=score)], []):
+        module = Classifier(Counting())
+        trainer = make_trainer(tmp_path, callbacks)
+        trainer.fit(module, loader(train_data()), loader(val_data()))
+        weights.append(module.state_dict())
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
+def test_a_validation_from_a_checkpoint_leaves_the_next_fit_alone(tmp_path):
+    gradsim = watching()
+    trainer = make_trainer(tmp_path, [gradsim], max_epochs=2)
+    module = Classifier()
+    trainer.fit(module, loader(train_data()), loader(val_data()))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    make_trainer(tmp_path, [gradsim]).validate(
+        module, loader(val_data()), ckpt_path=tmp_path / "saved.ckpt", verbose=False
+    )
+    fit(tmp_path, gradsim)
+    assert set(read(gradsim).suspects.visits.tolist()) == {1}
+
+
+def test_a_resume_with_a_score_that_needs_more_begins_anew(tmp_path):
+    trainer = make_trainer(tmp_path, [watching()], max_epochs=1)
+    trainer.fit(Classifier(), loader(train_data()), loader(val_data()))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    gradsim = watching(mislabel_score="el2n")
+    trainer = make_trainer(tmp_path, [gradsim], max_epochs=2)
+    trainer.fit(Classifier(), loader(train_data()), loader(val_data()), ckpt_path=tmp_path / "saved.ckpt")
+    assert set(read(gradsim).suspects.visits.tolist()) == {1}
+
+
+def test_every_score_comes_with_suggested_labels(tmp_path):
+    gradsim, _, _ = fit(tmp_path, watching(mislabel_score="aum"))
+    report = read(gradsim)
+    assert report.suspects.suggested_labels is not None
+    assert not any("max_state_mb" in note for note in report.notes)
+    assert len(report.relabel(train_data())) == NUM_TRAIN

@@ -106,6 +106,12 @@ class TestSchedule:
         _, _, recorder = fit(tmp_path, strict(every_n_steps=every_n_steps), max_epochs=2, val_check_interval=0.5)
         assert recorder.moments == moments
 
+    def test_a_second_fit_counts_steps_anew(self, tmp_path):
+        gradsim = strict(every_n_steps=6)
+        fit(tmp_path / "first", gradsim, max_epochs=3)
+        _, _, recorder = fit(tmp_path / "second", gradsim, max_epochs=2)
+        assert recorder.moments == [(0, 6), (1, 12)]
+
 
 RUNS = [
     {"max_epochs": 3},
@@ -254,14 +260,25 @@ class TestTimeBudget:
         assert read(gradsim).share_read == 1
 
     def test_turns_go_on_after_a_resume(self, tmp_path, now):
-        before, after = strict(time_budget=0.1), strict(time_budget=0.1)
-        _, _, first = self.fit(tmp_path, before, now, max_epochs=1)
-        first.gradsim = None
-        after.load_state_dict(before.state_dict())
-        _, _, second = self.fit(tmp_path, after, now, max_epochs=1)
-        parts = [set(each.reports[0].suspects.sample_ids.tolist()) for each in (first, second)]
+        parts = []
+        for epoch in (1, 2):
+            gradsim = strict(time_budget=0.1)
+            trainer = make_trainer(tmp_path, [gradsim], max_epochs=epoch)
+            saved = None if epoch == 1 else tmp_path / "saved.ckpt"
+            trainer.fit(Slow(gradsim, now), loader(train_data()), loader(val_data()), ckpt_path=saved)
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            parts.append(set(read(gradsim).suspects.sample_ids.tolist()))
         assert all(parts)
         assert not parts[0] & parts[1]
+
+    def test_a_full_pass_at_the_end_leaves_the_budget_as_it_is(self, tmp_path, now):
+        numbers = []
+        for final_pass in (False, True):
+            gradsim = strict(time_budget=0.02, final_pass=final_pass)
+            _, _, recorder = self.fit(tmp_path / str(final_pass), gradsim, now)
+            numbers.append(len(recorder.reports))
+        assert numbers[0] == numbers[1] < 10
+        assert read(gradsim).share_read == 1
 
     def test_a_short_run_is_explained_in_full_by_default(self, tmp_path):
         gradsim, module, _ = fit(tmp_path, GradSimCallback(on_error="raise", mislabel_score=None), max_epochs=4)

@@ -20,6 +20,7 @@ SAMPLES = {
     "mapping": ({"x": 1.5, "label": 3}, {"x": 1.5, "label": 7}),
     "array": ((1.5, np.int64(3)), (1.5, np.int64(7))),
     "tensor": ((1.5, torch.tensor(3)), (1.5, torch.tensor(7))),
+    "zero-dimensional array": ((1.5, np.array(3)), (1.5, np.array(7))),
     "float": ((1.5, torch.tensor([3.0])), (1.5, torch.tensor([7.0]))),
 }
 
@@ -42,6 +43,12 @@ def test_it_reads_like_its_dataset():
     with pytest.raises(IndexError):
         view[3]
     assert [int(y) for _, y in pickle.loads(pickle.dumps(view))] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("label", [torch.tensor([0, 1, 0]), np.array([0.0, 1.0])])
+def test_labels_that_are_no_class_index(label):
+    with pytest.raises(BatchFormatError, match="so a class index cannot replace it"):
+        Relabelled([(1.5, label)], {0: 1})[0]
 
 
 @pytest.mark.parametrize("sample", [3, "text", (1.5,), {"x": 1}, {"label": 1, "target": 2}])
