@@ -164,8 +164,9 @@ class TrainingWatch:
         self._supervisor.stage = WATCH
         with self._supervisor.optional(trainer, in_run.give_up), self._supervisor.isolated(trainer):
             parts = self._supervisor.on_all_ranks(trainer, lambda: (in_run.reason, in_run.state_dict()))
+            # From what all processes see alike: what fails in one only, such as the merge, is told to all next time.
+            self._is_given_up = any(reason is not None for reason, _ in parts)
             in_run.merge(parts, is_owner=trainer.is_global_zero)
-        self._is_given_up = in_run.reason is not None
 
     def suspects(self, report: Report) -> tuple[SuspectTable | None, tuple[str, ...]]:
         """All samples that training has visited, the most suspect first.

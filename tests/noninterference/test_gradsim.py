@@ -51,7 +51,7 @@ def test_all_layers_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("case", rows(MAY_FAIL))
-@pytest.mark.parametrize(("num_calls", "what"), [(4, "choice of queries"), (14, "report")])
+@pytest.mark.parametrize(("num_calls", "what"), [(1, "choice of queries"), (7, "report")])
 def test_failing_changes_nothing(case: Case, num_calls: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where the work fails in the middle, in the choice of queries or in the pass, and training goes on."""
     _draw_small_panels(monkeypatch)
@@ -64,7 +64,7 @@ def test_failing_changes_nothing(case: Case, num_calls: int, what: str, monkeypa
 
 
 class _Failing:
-    """Cross-entropy that fails for good after so many calls, of which the loss check makes the first three."""
+    """Cross-entropy that fails for good after so many calls; those in training steps ask a copy of it."""
 
     def __init__(self, num_calls: int) -> None:
         self.num_calls = num_calls
