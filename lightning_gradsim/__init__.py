@@ -6,8 +6,9 @@ from lightning_gradsim.errors import GradSimError, GradSimWarning
 from lightning_gradsim.factors import IndexedFactors, OuterFactors, dot, squared_norms
 from lightning_gradsim.plan_record import LayerPlan, Plan
 from lightning_gradsim.planner import plan
-from lightning_gradsim.report import InfluentialSample, QueryReport, Report, Suspect, SuspectTable
+from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.rules import register_rule
+from lightning_gradsim.suspects import Suspect, SuspectTable
 from lightning_gradsim.verification import Check, Verification, verify
 from lightning_gradsim.wrapper import PerSampleGradients
 

@@ -13,17 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import (
-    check_choice,
-    check_count,
-    check_folder_name,
-    check_names,
-    check_normalisation,
-    check_positive,
-    check_seed,
-    check_share,
-    check_type,
-)
+from lightning_gradsim.arguments import check_choice, check_count, check_share, check_type
 from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
@@ -31,9 +21,8 @@ from lightning_gradsim.explanation import Part, Reading
 from lightning_gradsim.failures import MAX_FAILURES, Failures
 from lightning_gradsim.guard import with_buffers
 from lightning_gradsim.in_run import InRun, InRunSettings
-from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec, select_layers, trainable_layers
+from lightning_gradsim.layer_selection import LayerSpec, select_layers, trainable_layers
 from lightning_gradsim.losses import LossFunction
-from lightning_gradsim.mislabel import SCORES
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import plan
 from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection, merge_selections
@@ -41,12 +30,11 @@ from lightning_gradsim.query_collector import QueryCollector
 from lightning_gradsim.report import Report
 from lightning_gradsim.reporter import Reporter, ReporterSettings
 from lightning_gradsim.schedule import Moment, Schedule
-from lightning_gradsim.scores import SIMILARITIES, Similarity
+from lightning_gradsim.scores import Similarity
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.training_watch import TrainingWatch
 
 STATE_VERSION = 2
-MISLABEL_SCORES = tuple(name for name in SCORES if name != "influence")  # it needs gradients of validation samples
 logger = logging.getLogger(__name__)
 
 
@@ -144,33 +132,17 @@ class GradSimCallback(Callback):
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
         super().__init__()
-        check_layer_spec(layers)
-        check_choice("similarity", similarity, SIMILARITIES)
-        check_choice("query_policy", query_policy, QUERY_POLICIES)
         check_choice("on_error", on_error, ("warn", "raise"))
-        for argument, value in {
-            "num_queries": num_queries,
-            "top_k": top_k,
-            "max_train_samples": max_train_samples,
-            "memory_budget": memory_budget,
-        }.items():
-            check_count(argument, value, optional=argument in ("max_train_samples", "memory_budget"))
-        check_folder_name("name", name)
-        check_seed(seed)
+        check_choice("query_policy", query_policy, QUERY_POLICIES)
+        check_count("num_queries", num_queries, optional=False)
+        check_share("time_budget", time_budget)
+        check_type("final_pass", final_pass, isinstance(final_pass, bool), "True or False")
         is_loss = loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))
         check_type("loss_fn", loss_fn, is_loss, "an instance of a criterion, or a function")
-        check_names("class_names", class_names)
-        check_normalisation(mean, std)
         is_adapter = adapter is None or isinstance(adapter, Adapter)
         check_type("adapter", adapter, is_adapter, "an instance of an `Adapter` subclass")
-        check_share("time_budget", time_budget)
-        if mislabel_score is not None:
-            check_choice("mislabel_score", mislabel_score, MISLABEL_SCORES)
-        check_positive("max_state_mb", max_state_mb)
         is_key = id_key is None or type(id_key) in {str, int}
         check_type("id_key", id_key, is_key, "a key or a place in batches")
-        for argument, flag in {"final_pass": final_pass, "show_teachers": show_teachers}.items():
-            check_type(argument, flag, isinstance(flag, bool), "True or False")
         self.name, self.on_error = name, on_error
         self.num_queries, self.query_policy, self.seed = num_queries, query_policy, seed
         self.loss_fn, self.adapter = loss_fn, adapter or Adapter()
@@ -185,9 +157,8 @@ class GradSimCallback(Callback):
         self._reporter = Reporter(contents, self._failures.warn_once)
         self._clock = Clock()
         self._supervisor = Supervisor(self._clock, self._failures, raises=on_error == "raise")
-        in_run = None
-        if mislabel_score is not None:
-            in_run = InRun(self.adapter, InRunSettings(mislabel_score, max_state_mb, seed))
+        watched = None if mislabel_score is None else InRunSettings(mislabel_score, max_state_mb, seed)
+        in_run = None if watched is None else InRun(self.adapter, watched)
         self._watch = TrainingWatch(self.adapter, in_run, id_key, self._supervisor, self._clock, self._failures)
         self._budget = TimeBudget(None, self._clock)
         self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)

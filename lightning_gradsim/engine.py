@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.arguments import check_choice, check_count
 from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
 from lightning_gradsim.guard import evaluating
-from lightning_gradsim.layer_selection import LayerSpec
+from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import make_plan
 from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch, QueryRecords, prepare_queries, query_reports
-from lightning_gradsim.report import QueryReport, SuspectTable
+from lightning_gradsim.report import QueryReport
 from lightning_gradsim.sample_statistics import merge_suspects
 from lightning_gradsim.scorer import Scorer
-from lightning_gradsim.scores import Similarity
+from lightning_gradsim.scores import SIMILARITIES, Similarity
+from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.topk import merge_largest
 from lightning_gradsim.wrapper import PerSampleGradients
 
@@ -38,6 +40,10 @@ class EngineSettings:
             teachers nor doubts about a query's own label, and half as many products.
         memory_budget: Bytes that a pass may take beyond the module and the batch at hand; ``None`` for a share of the
             free memory.
+
+    Raises:
+        TypeError: If a value has a wrong type.
+        ValueError: If a value is out of range.
     """
 
     layers: LayerSpec = "last"
@@ -45,6 +51,13 @@ class EngineSettings:
     top_k: int = 8
     teachers: bool = True
     memory_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_layer_spec(self.layers)
+        check_choice("similarity", self.similarity, SIMILARITIES)
+        check_count("top_k", self.top_k, optional=False)
+        check_count("memory_budget", self.memory_budget, optional=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.arguments import check_choice, check_positive
 from lightning_gradsim.head_gradients import output_grads
 from lightning_gradsim.mislabel import (
+    SCORES,
     MislabelStatistics,
     RunAverages,
     choose_columns,
@@ -19,12 +21,13 @@ from lightning_gradsim.mislabel import (
     judge,
 )
 from lightning_gradsim.neighbours import neighbour_votes
-from lightning_gradsim.report import SUSPECT_PARTS, SuspectTable
+from lightning_gradsim.suspects import SUSPECT_PARTS, SuspectTable
 from lightning_gradsim.tap import Tap
 from lightning_gradsim.tapped_samples import TappedBlock, TappedSamples
 from lightning_gradsim.tasks import Task
 
 STATE_VERSION = 1
+IN_RUN_SCORES = tuple(name for name in SCORES if name != "influence")  # it needs gradients of validation samples
 NEIGHBOURS = 25
 NEIGHBOUR_SHARE = 0.03
 """Share of the training time since the last round that a round of neighbours may take."""
@@ -40,11 +43,20 @@ class InRunSettings:
         score: What suspects are ranked by, of ``mislabel.SCORES``.
         max_state_mb: MiB that all that is kept may take.
         seed: Seed of choices where not everything fits.
+
+    Raises:
+        TypeError: If a value has a wrong type.
+        ValueError: If a value is out of range.
     """
 
     score: str
     max_state_mb: float
     seed: int
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_choice("mislabel_score", self.score, IN_RUN_SCORES)
+        check_positive("max_state_mb", self.max_state_mb)
 
 
 class InRun:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.errors import NonFiniteError
-from lightning_gradsim.report import Label, to_label
+from lightning_gradsim.plain_values import Label, to_label
 from lightning_gradsim.tasks import Task
 
 QueryPolicy = Literal["highest_loss", "random"]

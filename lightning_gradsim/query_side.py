@@ -14,8 +14,10 @@ from lightning_gradsim.adapter import Step
 from lightning_gradsim.batch_runner import BatchRunner
 from lightning_gradsim.errors import NonFiniteError
 from lightning_gradsim.factors import MAX_INTERMEDIATE, Factors, IndexedFactors, concatenate_layers, squared_norms
-from lightning_gradsim.report import InfluentialSample, QueryReport, SuspectTable, to_label
+from lightning_gradsim.plain_values import to_label
+from lightning_gradsim.report import InfluentialSample, QueryReport
 from lightning_gradsim.sample_statistics import labels_of
+from lightning_gradsim.suspects import SuspectTable
 
 NUM_WITNESSES = 8
 """Closest training samples that must agree before a query's own label is called doubtful (see docs/design.md)."""

@@ -13,6 +13,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.arguments import (
+    check_count,
+    check_folder_name,
+    check_names,
+    check_normalisation,
+    check_seed,
+    check_type,
+)
 from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import (
     AUGMENTED,
@@ -26,9 +34,10 @@ from lightning_gradsim.explanation import (
     score_part,
 )
 from lightning_gradsim.queries import Query, QuerySelection
-from lightning_gradsim.report import Report, SuspectTable
+from lightning_gradsim.report import Report
 from lightning_gradsim.sample_statistics import num_differing_labels
 from lightning_gradsim.sinks import TensorBoardWriter, save_png_atomically, write_report_files, write_tensorboard
+from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.train_pass import SampleReader, make_reader
 from lightning_gradsim.views import mistake_panel
 
@@ -48,7 +57,11 @@ class ReporterSettings:
         mean: Mean of the images' normalisation.
         std: Standard deviation of the images' normalisation.
         show_teachers: Whether panels show teachers.
-        name: Tag prefix.
+        name: Tag prefix, and name of a folder.
+
+    Raises:
+        TypeError: If a value has a wrong type.
+        ValueError: If a value is out of range.
     """
 
     engine: EngineSettings
@@ -60,6 +73,15 @@ class ReporterSettings:
     std: Sequence[float] | None
     show_teachers: bool
     name: str
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_count("max_train_samples", self.max_train_samples, optional=True)
+        check_seed(self.seed)
+        check_names("class_names", self.class_names)
+        check_normalisation(self.mean, self.std)
+        check_type("show_teachers", self.show_teachers, isinstance(self.show_teachers, bool), "True or False")
+        check_folder_name("name", self.name)
 
 
 class Reporter:

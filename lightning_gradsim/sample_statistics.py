@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_gradsim.errors import NonFiniteError
-from lightning_gradsim.report import Label, SuspectTable, to_label
+from lightning_gradsim.plain_values import Label, to_label
+from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Outcome
 
 MAX_NAMED = 10

@@ -20,9 +20,9 @@ from lightning_gradsim.factors import (
 from lightning_gradsim.guard import is_out_of_memory
 from lightning_gradsim.memory import release_memory
 from lightning_gradsim.query_side import QuerySide
-from lightning_gradsim.report import SuspectTable
 from lightning_gradsim.sample_statistics import SampleStatistics
 from lightning_gradsim.scores import Similarity, compute_similarity
+from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.topk import TopK
 

@@ -19,9 +19,10 @@ from lightning_gradsim.failures import Failures
 from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.in_run import InRun
 from lightning_gradsim.loss_check import LossCheck
-from lightning_gradsim.report import Report, SuspectTable
+from lightning_gradsim.report import Report
 from lightning_gradsim.sample_id_recorder import SampleIdRecorder
 from lightning_gradsim.supervision import Supervisor
+from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
 
 WATCH = "the watch of training steps"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from lightning_gradsim.report import InfluentialSample, Label, QueryReport, Report
+from lightning_gradsim.plain_values import Label
+from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.views.canvas import (
     BACKDROP,
     DOUBT,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
-from lightning_gradsim.report import InfluentialSample, QueryReport, Report, Suspect
+from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.suspects import Suspect
 
 # As HTML entities these stay text in every Markdown dialect; backslash escapes differ between dialects inside tables.
 _MARKUP = {ord(character): f"&#{ord(character)};" for character in "\\`*_[]{}<>&|~!#$^:@"}

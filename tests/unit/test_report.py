@@ -10,16 +10,9 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from lightning_gradsim.datasets import sample_ids
-from lightning_gradsim.report import (
-    INFLUENCE_COLUMNS,
-    SUSPECT_COLUMNS,
-    InfluentialSample,
-    QueryReport,
-    Report,
-    Suspect,
-    SuspectTable,
-    to_label,
-)
+from lightning_gradsim.plain_values import to_label
+from lightning_gradsim.report import INFLUENCE_COLUMNS, InfluentialSample, QueryReport, Report
+from lightning_gradsim.suspects import SUSPECT_COLUMNS, Suspect, SuspectTable
 
 
 def table(number=5):

@@ -15,16 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_gradsim.report import (
-    INFLUENCE_COLUMNS,
-    SUSPECT_COLUMNS,
-    InfluentialSample,
-    QueryReport,
-    Report,
-    SuspectTable,
-)
+from lightning_gradsim.report import INFLUENCE_COLUMNS, InfluentialSample, QueryReport, Report
 from lightning_gradsim.sinks import files
 from lightning_gradsim.sinks.files import save_png_atomically, write_report_files, write_text_atomically
+from lightning_gradsim.suspects import SUSPECT_COLUMNS, SuspectTable
 
 needs_fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="processes are spawned")
 
