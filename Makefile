@@ -34,7 +34,7 @@ lint: $(VENV)/.dev ## Check style, types, import contracts and spelling
 	$(BIN)/codespell
 
 docs: $(VENV)/.dev ## Build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.demo ## Time the pass over the head layer
 	$(BIN)/python benchmarks/head_pass.py

@@ -81,3 +81,38 @@ def test_the_page_of_promises_names_every_fault():
     assert sorted(named) == sorted([*(fault.name for fault in FAULTS), *ELSEWHERE])
     for path, _, name in (place.partition("::") for place in ELSEWHERE.values()):
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning")
+def test_the_tutorial(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn", reason="an extra: `examples`")
+    monkeypatch.chdir(tmp_path)
+    quiet = "enable_progress_bar=False, enable_model_summary=False, "
+    names = {}
+    for block in blocks("tutorial.md"):
+        exec(block.replace("Trainer(max_epochs=30, ", "Trainer(max_epochs=4, " + quiet), names)
+    printed = capsys.readouterr().out
+    harmful = re.findall(r"training sample \d+, labelled (\d), truly (\d)", printed)
+    assert len(harmful) == 5
+    assert sum(labelled != truly for labelled, truly in harmful) >= 2
+    flagged, found, wrong = map(
+        int, re.search(r"(\d+) samples flagged, (\d+) of them among the (\d+)", printed).groups()
+    )
+    assert 0.8 * wrong < found <= min(flagged, wrong)
+    assert (tmp_path / "lightning_logs" / "version_0" / "gradsim" / "mistakes.png").exists()
+    assert re.search(r"validation accuracy \d\d\.\d%, then \d\d\.\d%", printed)
+
+
+def test_the_adapters_of_the_page_on_batches():
+    names = {}
+    for block in blocks("adapters.md"):
+        exec(block, names)
+    batch = {"waveform": torch.rand(3, 16), "word": torch.tensor([0, 1, 3]), "sureness": torch.tensor([1.0, 0.5, 0.0])}
+    module = names["Segments"]()
+    logits, words, losses = module.gradsim_step(batch)
+    torch.testing.assert_close(losses.mean(), module.training_step(batch, 0))
+    assert (logits.shape, losses[2]) == ((3, 4), 0)
+    assert torch.equal(words, batch["word"])
+    inputs, targets = names["Words"]().split(batch)
+    assert torch.equal(inputs, batch["waveform"])
+    assert torch.equal(targets, batch["word"])
