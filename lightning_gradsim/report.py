@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ INFLUENCE_COLUMNS = (
     "label",
     "score",
     "label_is_prediction",
+    "is_suspect",
 )
 
 
@@ -43,12 +44,14 @@ class InfluentialSample:
         label: Its given label.
         score: Similarity with the query: loss² per parameter² for ``dot``, unitless for ``cosine``, in [-1, 1].
         label_is_prediction: Whether its label equals the query's wrong prediction.
+        is_suspect: Whether the suspects of the same report flag it: a second witness that its label is wrong.
     """
 
     sample_id: int
     label: Label
     score: float
     label_is_prediction: bool
+    is_suspect: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,33 @@ class Report:
         if self.class_names is not None and 0 <= label < len(self.class_names):
             return self.class_names[label]
         return str(label)
+
+    def with_suspects(self, table: SuspectTable) -> Report:
+        """The report with other suspects, and with those of them marked that stand in the lists of queries.
+
+        Args:
+            table: The suspects.
+
+        Returns:
+            The report.
+        """
+        lists = [samples for query in self.queries for samples in _lists(query).values()]
+        listed = torch.tensor([sample.sample_id for samples in lists for sample in samples], dtype=torch.long)
+        flagged = set(listed[torch.isin(listed, table.sample_ids[table.flagged])].tolist())
+
+        def marked(samples: tuple[InfluentialSample, ...]) -> tuple[InfluentialSample, ...]:
+            return tuple(replace(sample, is_suspect=sample.sample_id in flagged) for sample in samples)
+
+        queries = tuple(
+            replace(
+                query,
+                harmful=marked(query.harmful),
+                teachers=marked(query.teachers),
+                look_alikes=marked(query.look_alikes),
+            )
+            for query in self.queries
+        )
+        return replace(self, suspects=table, queries=queries)
 
     def relabel(self, dataset: Dataset[Any], limit: int | None = None) -> Relabelled:
         """The training data with suggested labels instead of those that look wrong.
@@ -251,8 +281,12 @@ class Report:
         verdict = f"{self.name_of(query.label)} -> {self.name_of(query.prediction)}{probability}{doubt}"
         yield f"validation sample {name}: {verdict}"
         for title, samples in (("harmful", query.harmful), ("look-alikes", query.look_alikes)):
-            tiles = "  ".join(f"#{s.sample_id} {self.name_of(s.label)} {s.score:+.3g}" for s in samples[:4])
+            tiles = "  ".join(self._tile(sample) for sample in samples[:4])
             yield f"    {title:<12}{tiles or 'none'}"
+
+    def _tile(self, sample: InfluentialSample) -> str:
+        suspicion = " (suspect)" if sample.is_suspect else ""
+        return f"#{sample.sample_id} {self.name_of(sample.label)} {sample.score:+.3g}{suspicion}"
 
     def _suspect_lines(self, num_suspects: int) -> Iterator[str]:
         if not len(self.suspects):
@@ -265,9 +299,12 @@ class Report:
             yield f"    #{suspect.sample_id:<8}{self.name_of(suspect.label)}{suggestion}  score {suspect.score:.3g}"
 
 
+def _lists(query: QueryReport) -> dict[str, tuple[InfluentialSample, ...]]:
+    return {"harmful": query.harmful, "teachers": query.teachers, "look_alikes": query.look_alikes}
+
+
 def _query_rows(number: int, query: QueryReport) -> Iterator[dict[str, Any]]:
-    lists = {"harmful": query.harmful, "teachers": query.teachers, "look_alikes": query.look_alikes}
-    for list_name, samples in lists.items():
+    for list_name, samples in _lists(query).items():
         for rank, sample in enumerate(samples, start=1):
             yield {
                 "query": number,

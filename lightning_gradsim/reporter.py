@@ -193,8 +193,7 @@ class Reporter:
             table = None
             words = f"for {differing} sample ids, training saw other labels than `train_data=` holds"
             notes = (f"suspects are those of largest gradient in this pass: {words}",)
-        if table is not None:
-            report = replace(report, suspects=table)
+        report = report.with_suspects(report.suspects if table is None else table)
         return replace(report, notes=(*report.notes, *notes))
 
     def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> NDArray[np.uint8]:

@@ -128,6 +128,15 @@ def test_a_suspect_in_words_and_rows(tmp_path):
     assert path.read_text().splitlines()[0].endswith(",flagged,log_margin,knn,visits")
 
 
+def test_harmful_samples_that_are_suspects_are_marked(tmp_path):
+    gradsim, _, _ = fit(tmp_path, watching(), max_epochs=3)
+    suspects = read(gradsim).suspects
+    flagged = set(suspects.sample_ids[suspects.flagged].tolist())
+    harmful = [sample for query in read(gradsim).queries for sample in query.harmful]
+    assert {sample.is_suspect for sample in harmful} == {True, False}
+    assert all(sample.is_suspect == (sample.sample_id in flagged) for sample in harmful)
+
+
 def test_flipped_labels_are_found_before_others(tmp_path):
     data = make_data(400, seed=5)
     x, y = data.tensors

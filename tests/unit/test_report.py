@@ -265,6 +265,7 @@ def test_plain_values():
         "label": 2,
         "score": -3.5,
         "label_is_prediction": True,
+        "is_suspect": False,
     }
     assert len(again["suspects"]) == 2
     assert again["num_flagged"] == 3
@@ -314,3 +315,17 @@ class TestActing:
         table_without = replace(table(), suggested_labels=None, probabilities=None)
         with pytest.raises(ValueError, match=r"have no suggested labels\. Use `report\.drop"):
             replace(report(), suspects=table_without).relabel(self.data)
+
+
+def test_samples_behind_a_mistake_that_are_suspects_themselves():
+    """Two witnesses: the lists of a query, and the suspects."""
+    suspects = replace(table(4), sample_ids=torch.tensor([42, 41, 44, 10]), flagged=torch.tensor([1, 0, 1, 1]).bool())
+    marked = report().with_suspects(suspects)
+    assert marked.suspects is suspects
+    for each in marked.queries:
+        assert [sample.is_suspect for sample in each.harmful] == [False, True]
+        assert [sample.is_suspect for sample in each.teachers] == [False]
+        assert [sample.is_suspect for sample in each.look_alikes] == [True]
+    assert [row["is_suspect"] for row in marked.to_rows()][:4] == [False, True, False, True]
+    assert "#41 ape -3.5  #42 dog -2.5 (suspect)\n" in marked.summary()
+    assert not any(row["is_suspect"] for row in marked.with_suspects(SuspectTable.empty()).to_rows())
