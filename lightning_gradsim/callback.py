@@ -33,6 +33,7 @@ from lightning_gradsim.schedule import Moment, Schedule
 from lightning_gradsim.scores import Similarity
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.training_watch import TrainingWatch
+from lightning_gradsim.true_labels import TrueLabels
 
 STATE_VERSION = 2
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class GradSimCallback(Callback):
     exactly. The result is ``report``, files in ``<log dir>/<name>/`` (``report.json``, ``suspects.csv``,
     ``influences.csv``, ``mistakes.png``) and, with a ``TensorBoardLogger``, under ``<name>/``: the image ``mistakes``,
     the text ``suspects``, and the scalars ``errors`` (count), ``suspects_flagged`` (count), ``overhead_seconds`` (s),
-    ``overhead_share`` (time taken so far over the time of the run without it).
+    ``overhead_share`` (time taken so far over the time of the run without it); with ``true_labels=`` also
+    ``suspects_auroc``, ``suspects_average_precision`` and further figures of ``SuspectQuality``.
 
     The training run is left as it was, bit for bit: see ``docs/design.md``.
 
@@ -78,6 +80,8 @@ class GradSimCallback(Callback):
         mislabel_score: What suspects are ranked by, from the logits and features of all training steps:
             ``"margin_knn"``, ``"log_margin"``, ``"knn"``, ``"aum"``, ``"loss"``, ``"el2n"`` or ``"self_influence"``.
             ``None`` watches no training steps: suspects are those of largest gradient in one pass.
+        true_labels: True labels of the training samples where they are known, as in a benchmark, one a sample by sample
+            id: reports then say how well the suspects find the wrong ones.
         max_state_mb: MiB that statistics and features of the training samples may take, here and in checkpoints.
         id_key: Where training batches carry sample ids, a key or a place; needed only for loaders that make batches of
             their own.
@@ -124,6 +128,7 @@ class GradSimCallback(Callback):
         std: Sequence[float] | None = None,
         show_teachers: bool = False,
         mislabel_score: str | None = "margin_knn",
+        true_labels: Any = None,
         max_state_mb: float = 256.0,
         id_key: str | int | None = None,
         memory_budget: int | None = None,
@@ -151,15 +156,16 @@ class GradSimCallback(Callback):
         self.report: Report | None = None
         self._schedule = Schedule(every_n_epochs, every_n_steps, warmup_epochs, last_epoch_only)
         self._failures = Failures(type(self).__name__)
+        truth = None if true_labels is None else TrueLabels(true_labels)
         contents = ReporterSettings(
-            self.settings, train_data, max_train_samples, seed, class_names, mean, std, show_teachers, name
+            self.settings, train_data, max_train_samples, seed, class_names, mean, std, show_teachers, name, truth
         )
         self._reporter = Reporter(contents, self._failures.warn_once)
         self._clock = Clock()
         self._supervisor = Supervisor(self._clock, self._failures, raises=on_error == "raise")
         watched = None if mislabel_score is None else InRunSettings(mislabel_score, max_state_mb, seed)
         in_run = None if watched is None else InRun(self.adapter, watched)
-        self._watch = TrainingWatch(self.adapter, in_run, id_key, self._supervisor, self._clock, self._failures)
+        self._watch = TrainingWatch(self.adapter, in_run, id_key, self._supervisor, self._clock, self._failures, truth)
         self._budget = TimeBudget(None, self._clock)
         self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)
         self._collector: QueryCollector | None = None

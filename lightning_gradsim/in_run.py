@@ -83,6 +83,11 @@ class InRun:
         self._num_references: int | None = None
         self._state: Mapping[str, Any] | None = None
 
+    @property
+    def kind(self) -> tuple[Task, int] | None:
+        """Kind of task, and number of logits a sample; ``None`` before the first step that was watched."""
+        return None if self._statistics is None else (self._statistics.task, self._num_outputs)
+
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep what was gathered, and watch nothing."""
         return {**vars(self), "_tap": None}

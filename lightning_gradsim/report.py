@@ -14,6 +14,7 @@ from lightning_gradsim.datasets import Relabelled, sample_ids
 from lightning_gradsim.plain_values import Label, write_csv
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.suspects import SuspectTable
+from lightning_gradsim.true_labels import SuspectQuality
 
 REPORT_VERSION = 1
 INFLUENCE_COLUMNS = (
@@ -108,6 +109,7 @@ class Report:
         augmented: Whether reading a training sample twice gives two different samples.
         task: ``classification``, ``binary``, ``multilabel`` or ``regression``.
         plan: How the pass computed; ``None`` without training samples.
+        suspect_quality: How well the suspects find wrong labels, where ``true_labels=`` tells which those are.
     """
 
     epoch: int
@@ -130,6 +132,7 @@ class Report:
     task: str = "classification"
     plan: Plan | None = None
     share_read: float = 1.0
+    suspect_quality: SuspectQuality | None = None
 
     @property
     def errors_in_words(self) -> str:
@@ -234,6 +237,7 @@ class Report:
             "version": REPORT_VERSION,
             **values,
             "plan": None if self.plan is None else asdict(self.plan),
+            "suspect_quality": None if self.suspect_quality is None else asdict(self.suspect_quality),
             "errors_per_class": {str(label): count for label, count in self.errors_per_class.items()},
             "num_flagged": self.suspects.num_flagged,
             "queries": [asdict(query) for query in self.queries],
@@ -292,6 +296,9 @@ class Report:
         if not len(self.suspects):
             return
         yield f"suspects (training samples, most suspect first; {self.suspects.num_flagged} flagged):"
+        if self.suspect_quality is not None:
+            shares = [f"{name.replace('_', ' ')} {share:.3f}" for name, share in self.suspect_quality.shares()]
+            yield f"    by the true labels {self.suspect_quality.num_wrong} are wrong: {', '.join(shares)}"
         for suspect in self.suspects[:num_suspects]:
             suggestion = ""
             if suspect.suggested_label is not None:

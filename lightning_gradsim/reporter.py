@@ -21,6 +21,7 @@ from lightning_gradsim.arguments import (
     check_seed,
     check_type,
 )
+from lightning_gradsim.datasets import num_ids
 from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import (
     AUGMENTED,
@@ -39,6 +40,7 @@ from lightning_gradsim.sample_statistics import num_differing_labels
 from lightning_gradsim.sinks import TensorBoardWriter, save_png_atomically, write_report_files, write_tensorboard
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.train_pass import SampleReader, make_reader
+from lightning_gradsim.true_labels import TrueLabels
 from lightning_gradsim.views import mistake_panel
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class ReporterSettings:
         std: Standard deviation of the images' normalisation.
         show_teachers: Whether panels show teachers.
         name: Tag prefix, and name of a folder.
+        true_labels: Known true labels of the training samples.
 
     Raises:
         TypeError: If a value has a wrong type.
@@ -73,6 +76,7 @@ class ReporterSettings:
     std: Sequence[float] | None
     show_teachers: bool
     name: str
+    true_labels: TrueLabels | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -118,10 +122,13 @@ class Reporter:
 
         Raises:
             TrainingDataError: If they cannot be read by sample id.
+            ValueError: If there is another number of true labels.
         """
         source = source if self._settings.train_data is None else self._settings.train_data
         if source is not None and source is not self._source:
-            make_reader(source)  # raises now for data that could not be read after a whole epoch
+            reader = make_reader(source)  # raises now for data that could not be read after a whole epoch
+            if self._settings.true_labels is not None:
+                self._settings.true_labels.check_count(num_ids(reader.dataset))
             self._source, self._reference = source, None
 
     def forget_reference(self) -> None:
@@ -194,6 +201,8 @@ class Reporter:
             words = f"for {differing} sample ids, training saw other labels than `train_data=` holds"
             notes = (f"suspects are those of largest gradient in this pass: {words}",)
         report = report.with_suspects(report.suspects if table is None else table)
+        if self._settings.true_labels is not None:
+            report = replace(report, suspect_quality=self._settings.true_labels.judge(report.suspects))
         return replace(report, notes=(*report.notes, *notes))
 
     def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> NDArray[np.uint8]:

@@ -24,6 +24,7 @@ from lightning_gradsim.sample_id_recorder import SampleIdRecorder
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
+from lightning_gradsim.true_labels import TrueLabels
 
 WATCH = "the watch of training steps"
 LOSS_CHECK = "the check of the loss"
@@ -39,6 +40,7 @@ class TrainingWatch:
         supervisor: Lets our work run.
         clock: Counts its time.
         failures: Tells of what fails.
+        true_labels: Known true labels, to be checked as soon as the kind of task is known.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class TrainingWatch:
         supervisor: Supervisor,
         clock: Clock,
         failures: Failures,
+        true_labels: TrueLabels | None = None,
     ) -> None:
         self._adapter = self._step_adapter = adapter
         self._in_run = in_run
@@ -56,9 +59,10 @@ class TrainingWatch:
         self._supervisor = supervisor
         self._clock = clock
         self._failures = failures
+        self._true_labels = true_labels
         self._loss_check = LossCheck()
         self._seconds_at_round = 0.0
-        self._is_given_up = self._asks_users_code = False
+        self._is_given_up = self._asks_users_code = self._knows_kind = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -84,7 +88,7 @@ class TrainingWatch:
         """
         self._asks_users_code = type(self._adapter) is not Adapter or self._adapter.keeps_batches_apart(module)
         self._loss_check = LossCheck()
-        self._seconds_at_round, self._is_given_up = 0.0, False
+        self._seconds_at_round, self._is_given_up, self._knows_kind = 0.0, False, False
         self._supervisor.stage = WATCH
         with self._supervisor.optional(trainer, self._give_up):
             # A loss of the user's may keep a state, which is none of ours to change.
@@ -127,6 +131,7 @@ class TrainingWatch:
             self._supervisor.stage = WATCH
             with self._supervisor.optional(trainer, self._in_run.give_up), self._isolated_if_needed(trainer):
                 self._in_run.end_step(bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches))
+            self._check_true_labels(self._in_run)
         if not self._loss_check.is_watching:
             return
         self._supervisor.stage = LOSS_CHECK
@@ -219,6 +224,11 @@ class TrainingWatch:
         """Remove every hook, and leave the trainer as it was."""
         self.remove()
         self._ids.detach()
+
+    def _check_true_labels(self, in_run: InRun) -> None:
+        if not self._knows_kind and self._true_labels is not None and in_run.kind is not None:
+            self._knows_kind = True
+            self._true_labels.check_task(*in_run.kind)  # a wrong argument: raises in any case
 
     def _isolated_if_needed(self, trainer: Trainer) -> AbstractContextManager[None]:
         # An adapter or a loss of the user's may draw random numbers. To keep all states at every step costs too much

@@ -1,17 +1,23 @@
 """Suspects from the training steps themselves."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
 
 from lightning_gradsim.mislabel import MislabelStatistics, judge
 from lightning_gradsim.neighbours import neighbour_votes
+from lightning_gradsim.true_labels import TrueLabels
 from tests.trainer.support import (
     NUM_CLASSES,
     NUM_TRAIN,
     Classifier,
     Recorder,
+    Untouched,
     collect_warnings,
     fit,
     loader,
@@ -354,3 +360,44 @@ def test_every_score_comes_with_suggested_labels(tmp_path):
     assert report.suspects.suggested_labels is not None
     assert not any("max_state_mb" in note for note in report.notes)
     assert len(report.relabel(train_data())) == NUM_TRAIN
+
+
+class TestTrueLabels:
+    def test_say_how_well_suspects_find_wrong_labels(self, tmp_path):
+        true = torch.where(torch.arange(NUM_TRAIN) % 6 == 0, 0, train_data().tensors[1])
+        number = int((true != train_data().tensors[1]).sum())
+        gradsim, _, recorder = fit(tmp_path, watching(true_labels=true), max_epochs=2)
+        quality = read(gradsim).suspect_quality
+        assert quality == TrueLabels(true).judge(read(gradsim).suspects)
+        assert quality.num_wrong == number > 3
+        assert [report.suspect_quality.num_wrong for report in recorder.reports] == [number, number]
+        [path] = tmp_path.glob("**/report.json")
+        assert json.loads(path.read_text())["suspect_quality"] == asdict(quality)
+        assert f"by the true labels {number} are wrong: auroc 0." in read(gradsim).summary()
+        events = EventAccumulator(str(tmp_path / "run" / "version_0"))
+        events.Reload()
+        for name, share in quality.shares():
+            scalars = events.Scalars(f"gradsim/suspects_{name}")
+            assert [scalar.step for scalar in scalars] == [6, 12]
+            assert scalars[-1].value == pytest.approx(share)
+
+    def test_of_a_subset_are_those_of_the_dataset_beneath(self, tmp_path):
+        part = Subset(train_data(), list(range(40, 20, -1)))
+        gradsim, _, _ = fit(tmp_path, watching(true_labels=train_data().tensors[1].numpy()), train=loader(part))
+        assert read(gradsim).suspect_quality.num_wrong == 0
+
+    def test_without_a_watch_judge_those_of_the_pass(self, tmp_path):
+        gradsim, _, _ = fit(tmp_path, strict(true_labels=[0] * NUM_TRAIN))
+        assert read(gradsim).suspect_quality.num_wrong == int((train_data().tensors[1] != 0).sum())
+
+    @pytest.mark.parametrize("number", [NUM_TRAIN - 1, NUM_TRAIN + 1])
+    def test_of_another_number_are_refused_before_training(self, tmp_path, number):
+        with pytest.raises(ValueError, match=f"^`true_labels` holds {number} labels for 60 training samples"):
+            fit(tmp_path, watching(true_labels=[0] * number, on_error="warn"), callbacks=[Untouched()])
+
+    @pytest.mark.parametrize(("value", "words"), [(4, "the label 4"), (0.5, "floating-point numbers")])
+    def test_out_of_range_are_refused_in_the_first_step(self, tmp_path, value, words):
+        module = Classifier()
+        with pytest.raises(ValueError, match=f"^`true_labels` holds {words}, and the task is classification. Expected"):
+            fit(tmp_path, watching(true_labels=[value] * NUM_TRAIN, on_error="warn"), module)
+        assert module.trainer.global_step == 1
