@@ -20,7 +20,7 @@ from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import Part, Reading
 from lightning_gradsim.failures import MAX_FAILURES, Failures
 from lightning_gradsim.guard import with_buffers
-from lightning_gradsim.in_run import InRun, InRunSettings
+from lightning_gradsim.in_run import InRun
 from lightning_gradsim.layer_selection import LayerSpec, select_layers, trainable_layers
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.plan_record import Plan
@@ -34,6 +34,7 @@ from lightning_gradsim.scores import Similarity
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.training_watch import TrainingWatch
 from lightning_gradsim.true_labels import TrueLabels
+from lightning_gradsim.visit_statistics import InRunSettings
 
 STATE_VERSION = 2
 logger = logging.getLogger(__name__)
@@ -390,15 +391,20 @@ class GradSimCallback(Callback):
             selection, buffers = merge_selections([each for each, _ in found]), found[0][1]
             self._supervisor.stage = "the report"
             begin = self._clock.seconds
-            parts = self._supervisor.on_all_ranks(
-                trainer, lambda: self._score(trainer, module, selection, buffers, in_full=in_full)
+            scored = self._supervisor.on_all_ranks(
+                trainer,
+                lambda: (
+                    self._score(trainer, module, selection, buffers, in_full=in_full),
+                    self._watch.visits_of_pass(),
+                ),
             )
+            parts, visits = [part for part, _ in scored], [shown for _, shown in scored]
             reading_seconds = self._clock.seconds - begin
             made: list[tuple[Report, tuple[Query, ...]]] = []  # on every rank alike: no need to send it
             self._supervisor.on_all_ranks(trainer, lambda: made.append(self._make_report(trainer, selection, parts)))
             report, kept = made[0]
             judged = self._supervisor.on_all_ranks(
-                trainer, lambda: self._watch.suspects(report) if trainer.is_global_zero else None
+                trainer, lambda: self._watch.suspects(report, visits) if trainer.is_global_zero else None
             )[0]
             assert judged is not None
             self.report = report = replace(
@@ -431,7 +437,9 @@ class GradSimCallback(Callback):
                 module,
                 self.adapter,
                 selection,
-                bridge.run_context(trainer, module),
+                replace(
+                    bridge.run_context(trainer, module), observe=self._watch.observer(trainer, self._reporter.num_ids)
+                ),
                 Reading(seconds, self._num_read, trainer.global_rank, trainer.world_size),
                 bridge.num_trial_batches(trainer),
             )

@@ -110,6 +110,11 @@ class Reporter:
         return self._source is not None
 
     @property
+    def num_ids(self) -> int:
+        """Number of sample ids of the training data; they grow with the data."""
+        return num_ids(getattr(self._source, "dataset", self._source))
+
+    @property
     def follows_training(self) -> bool:
         """Whether the training data are the trainer's own."""
         return self._settings.train_data is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,9 +12,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_gradsim import lightning_bridge as bridge
-from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.clock import Clock
+from lightning_gradsim.engine import Observer
 from lightning_gradsim.errors import BatchFormatError
+from lightning_gradsim.factors import Factors
 from lightning_gradsim.failures import Failures
 from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.in_run import InRun
@@ -27,7 +29,11 @@ from lightning_gradsim.tasks import Task
 from lightning_gradsim.true_labels import TrueLabels
 
 WATCH = "the watch of training steps"
+WATCH_OF_PASSES = "the watch of what passes read"
 LOSS_CHECK = "the check of the loss"
+
+VisitsOfPass = tuple[str | None, Mapping[str, Any]]
+"""Why a pass tells nothing, or what it has shown."""
 
 
 class TrainingWatch:
@@ -61,7 +67,7 @@ class TrainingWatch:
         self._failures = failures
         self._true_labels = true_labels
         self._loss_check = LossCheck()
-        self._seconds_at_round = 0.0
+        self._seconds_at_round = self._seconds_at_pass = 0.0
         self._is_given_up = self._asks_users_code = self._knows_kind = False
 
     @property
@@ -88,7 +94,8 @@ class TrainingWatch:
         """
         self._asks_users_code = type(self._adapter) is not Adapter or self._adapter.keeps_batches_apart(module)
         self._loss_check = LossCheck()
-        self._seconds_at_round, self._is_given_up, self._knows_kind = 0.0, False, False
+        self._seconds_at_round = self._seconds_at_pass = 0.0
+        self._is_given_up = self._knows_kind = False
         self._supervisor.stage = WATCH
         with self._supervisor.optional(trainer, self._give_up):
             # A loss of the user's may keep a state, which is none of ours to change.
@@ -174,24 +181,56 @@ class TrainingWatch:
             self._is_given_up = any(reason is not None for reason, _ in parts)
             in_run.merge(parts, is_owner=trainer.is_global_zero)
 
-    def suspects(self, report: Report) -> tuple[SuspectTable | None, tuple[str, ...]]:
-        """All samples that training has visited, the most suspect first.
+    def observer(self, trainer: Trainer, num_samples: int) -> Observer | None:
+        """What is to be shown all that the next pass reads.
+
+        Args:
+            trainer: The trainer.
+            num_samples: One more than the largest sample id.
+
+        Returns:
+            The observer; ``None`` where training steps tell enough.
+        """
+        in_run = self._in_run
+        if in_run is None or in_run.reason is None:
+            return None
+        if not in_run.passes.begin_pass(num_samples, is_training=trainer.state.fn == "fit"):
+            return None
+
+        def observe(ids: Tensor, step: Step, factors: Mapping[str, Factors]) -> None:
+            stage, self._supervisor.stage = self._supervisor.stage, WATCH_OF_PASSES
+            with self._supervisor.optional(trainer, in_run.passes.give_up):
+                in_run.passes.see(ids, step, factors)
+            self._supervisor.stage = stage
+
+        return observe
+
+    def visits_of_pass(self) -> VisitsOfPass:
+        """What this process has seen of a pass."""
+        return (None, {}) if self._in_run is None else self._in_run.passes.state_dict_of_pass()
+
+    def suspects(self, report: Report, visits: Sequence[VisitsOfPass]) -> tuple[SuspectTable | None, tuple[str, ...]]:
+        """All samples that training has visited, or passes where training steps tell nothing, the most suspect first.
 
         Args:
             report: The report of the pass, for the cautions that depend on validation.
+            visits: What ``visits_of_pass`` gave on each process.
 
         Returns:
             The table, or ``None`` where nothing is known; and what limits it.
         """
         if self._in_run is None:
             return None, ()
+        now = self._clock.other_seconds
+        self._in_run.passes.end_pass(visits, now - self._seconds_at_pass + self._clock.validation_seconds)
+        self._seconds_at_pass = now
         accuracy = None
         if report.task != Task.REGRESSION.value and report.num_validation_samples:
             accuracy = 1 - report.num_errors / report.num_validation_samples
         found = self._in_run.suspects(accuracy)
         if found is not None:
             return found
-        reason = self._in_run.reason
+        reason = self._in_run.passes.reason or self._in_run.reason
         return None, () if reason is None else (f"suspects are those of largest gradient in this pass: {reason}",)
 
     def state_dict(self) -> dict[str, Any]:

@@ -225,9 +225,12 @@ class OwnBatches(torch.utils.data.BatchSampler):
 
 
 class TestWhereStepsTellNothing:
+    """Passes do: see ``test_callback_passes.py``."""
+
     def reason(self, gradsim):
-        assert read(gradsim).suspects.score_name == "self_influence"
-        [note] = [note for note in read(gradsim).notes if note.startswith("suspects are those of largest gradient")]
+        assert read(gradsim).suspects.score_name == "margin_knn"
+        assert set(read(gradsim).suspects.visits.tolist()) == {1}
+        [note] = [note for note in read(gradsim).notes if note.startswith("suspects rest on passes over the training")]
         return note
 
     def test_a_batch_sampler_of_ones_own(self, tmp_path):
@@ -256,7 +259,9 @@ class TestWhereStepsTellNothing:
         x, y = train_data().tensors
         other = TensorDataset(x, (y + 1) % NUM_CLASSES)
         gradsim, _, _ = fit(tmp_path, watching(train_data=other))
-        assert "for 60 sample ids, training saw other labels than `train_data=` holds" in self.reason(gradsim)
+        assert read(gradsim).suspects.score_name == "self_influence"
+        words = "for 60 sample ids, training saw other labels than `train_data=` holds"
+        assert f"suspects are those of largest gradient in this pass: {words}" in read(gradsim).notes
 
     def test_a_tap_that_breaks(self, tmp_path, monkeypatch):
         def fail(*_):
