@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.arguments import (
@@ -39,8 +39,10 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.sample_statistics import num_differing_labels
 from lightning_gradsim.sinks import TensorBoardWriter, save_png_atomically, write_report_files, write_tensorboard
 from lightning_gradsim.suspects import SuspectTable
+from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import SampleReader, make_reader
 from lightning_gradsim.true_labels import TrueLabels
+from lightning_gradsim.trusted_validation import fine_tune, trusted_notes, with_trusted
 from lightning_gradsim.views import mistake_panel
 
 logger = logging.getLogger(__name__)
@@ -189,13 +191,35 @@ class Reporter:
             report = replace(report, class_names=tuple(own.class_names))
         return report, kept
 
-    def with_suspects(self, report: Report, table: SuspectTable | None, notes: Sequence[str]) -> Report:
+    def fine_tune(
+        self, module: nn.Module, adapter: Adapter, report: Report, validation: Sequence[SampleReader], run: RunContext
+    ) -> Tensor:
+        """What training samples look like to a copy of the model that has learned the validation labels.
+
+        Args:
+            module: The user's module; it is left as found.
+            adapter: Reads batches; bound to the module.
+            report: The report of these weights.
+            validation: Read the validation sets.
+            run: How the run treats batches.
+
+        Returns:
+            F of ``mislabel.trusted_scores`` by sample id.
+        """
+        assert self._reference is not None
+        reader, seed = self._reference.reader, self._settings.seed
+        return fine_tune(module, adapter, reader, validation, self.num_ids, Task(report.task), run, seed)
+
+    def with_suspects(
+        self, report: Report, table: SuspectTable | None, notes: Sequence[str], trusted: Tensor | None = None
+    ) -> Report:
         """The report with what training steps say of its training samples.
 
         Args:
             report: The report, with the suspects of its pass.
             table: All samples that training has visited; ``None`` to leave those of the pass.
             notes: What limits them.
+            trusted: What ``fine_tune`` says of them, by sample id, if it was asked.
 
         Returns:
             The report.
@@ -205,7 +229,10 @@ class Reporter:
             table = None
             words = f"for {differing} sample ids, training saw other labels than `train_data=` holds"
             notes = (f"suspects are those of largest gradient in this pass: {words}",)
-        report = report.with_suspects(report.suspects if table is None else table)
+        table = report.suspects if table is None else table
+        if trusted is not None:
+            table, notes = with_trusted(table, trusted), [*notes, *trusted_notes(report.queries)]
+        report = report.with_suspects(table)
         if self._settings.true_labels is not None:
             report = replace(report, suspect_quality=self._settings.true_labels.judge(report.suspects))
         return replace(report, notes=(*report.notes, *notes))

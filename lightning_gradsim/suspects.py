@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_gradsim.plain_values import Label, to_label, write_csv
 
-SUSPECT_PARTS = ("log_margin", "knn")
+TRUSTED = "trusted"
+SUSPECT_PARTS = ("log_margin", "knn", TRUSTED)
 """Scores that stand beside the one that ranks, where they are known."""
 SUSPECT_COLUMNS = (
     "rank",

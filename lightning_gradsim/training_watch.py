@@ -21,6 +21,7 @@ from lightning_gradsim.failures import Failures
 from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.in_run import InRun
 from lightning_gradsim.loss_check import LossCheck
+from lightning_gradsim.mislabel import check_classes
 from lightning_gradsim.report import Report
 from lightning_gradsim.sample_id_recorder import SampleIdRecorder
 from lightning_gradsim.supervision import Supervisor
@@ -47,6 +48,7 @@ class TrainingWatch:
         clock: Counts its time.
         failures: Tells of what fails.
         true_labels: Known true labels, to be checked as soon as the kind of task is known.
+        trusted_val: Whether validation labels are to be learned, likewise.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class TrainingWatch:
         clock: Clock,
         failures: Failures,
         true_labels: TrueLabels | None = None,
+        *,
+        trusted_val: bool = False,
     ) -> None:
         self._adapter = self._step_adapter = adapter
         self._in_run = in_run
@@ -65,7 +69,7 @@ class TrainingWatch:
         self._supervisor = supervisor
         self._clock = clock
         self._failures = failures
-        self._true_labels = true_labels
+        self._true_labels, self._trusted_val = true_labels, trusted_val
         self._loss_check = LossCheck()
         self._seconds_at_round = self._seconds_at_pass = 0.0
         self._is_given_up = self._asks_users_code = self._knows_kind = False
@@ -138,7 +142,7 @@ class TrainingWatch:
             self._supervisor.stage = WATCH
             with self._supervisor.optional(trainer, self._in_run.give_up), self._isolated_if_needed(trainer):
                 self._in_run.end_step(bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches))
-            self._check_true_labels(self._in_run)
+            self._check_kind(self._in_run)
         if not self._loss_check.is_watching:
             return
         self._supervisor.stage = LOSS_CHECK
@@ -264,10 +268,15 @@ class TrainingWatch:
         self.remove()
         self._ids.detach()
 
-    def _check_true_labels(self, in_run: InRun) -> None:
-        if not self._knows_kind and self._true_labels is not None and in_run.kind is not None:
-            self._knows_kind = True
-            self._true_labels.check_task(*in_run.kind)  # a wrong argument: raises in any case
+    def _check_kind(self, in_run: InRun) -> None:
+        """Refuse arguments that do not fit the task: these raise in any case."""
+        if self._knows_kind or in_run.kind is None:
+            return
+        self._knows_kind = True
+        if self._true_labels is not None:
+            self._true_labels.check_task(*in_run.kind)
+        if self._trusted_val:
+            check_classes(in_run.kind[0])
 
     def _isolated_if_needed(self, trainer: Trainer) -> AbstractContextManager[None]:
         # An adapter or a loss of the user's may draw random numbers. To keep all states at every step costs too much

@@ -20,11 +20,13 @@ from lightning_gradsim.mislabel import (
     judge,
 )
 from lightning_gradsim.neighbours import neighbour_votes
-from lightning_gradsim.suspects import SUSPECT_PARTS, SuspectTable
+from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tapped_samples import TappedBlock, TappedSamples
 from lightning_gradsim.tasks import Task
 
 IN_RUN_SCORES = tuple(name for name in SCORES if name != "influence")  # it needs gradients of validation samples
+PARTS = ("log_margin", "knn")
+"""Scores that stand beside the one that ranks, where they are known."""
 NEIGHBOURS = 25
 NEIGHBOUR_SHARE = 0.03
 """Share of the training time since the last round that a round of neighbours may take."""
@@ -165,7 +167,7 @@ class VisitStatistics:
         averages = self._statistics.compute()
         if not len(averages.sample_ids):
             return None
-        parts = [name for name in SUSPECT_PARTS if name != self._settings.score and self._has(name, averages)]
+        parts = [name for name in PARTS if name != self._settings.score and self._has(name, averages)]
         judgement = judge(averages, self._settings.score, parts)
         cautions = find_cautions(
             averages,

@@ -116,6 +116,13 @@ ARGUMENTS = [
     ({"time_budget": 0}, ValueError, f"`time_budget=0` is out of range. {SHARE}"),
     ({"time_budget": float("nan")}, ValueError, f"`time_budget=nan` is out of range. {SHARE}"),
     *flag("final_pass"),
+    *flag("trusted_val"),
+    (
+        {"trusted_val": True, "mislabel_score": None},
+        ValueError,
+        "`trusted_val=True` and `mislabel_score=None` contradict each other: the first adds to the score of training "
+        "steps. Leave one of them out.",
+    ),
     ({"loss_fn": 3}, TypeError, f"`loss_fn=3` is an int. {LOSS}"),
     ({"loss_fn": nn.MSELoss}, TypeError, f"`loss_fn={nn.MSELoss!r}` is a type. {LOSS}"),
     ({"adapter": "mine"}, TypeError, f"`adapter='mine'` is a str. {ADAPTER}"),

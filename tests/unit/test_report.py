@@ -104,7 +104,7 @@ def test_suspect_rows(limit, number):
     for rank, (row, suspect) in enumerate(zip(rows, table(), strict=False), start=1):
         assert tuple(row) == SUSPECT_COLUMNS
         values = {name: value for name, value in vars(suspect).items() if name != "parts"}
-        assert row == {"rank": rank, **values, "log_margin": None, "knn": None}
+        assert row == {"rank": rank, **values, "log_margin": None, "knn": None, "trusted": None}
 
 
 def test_rows_of_suspects_from_training_steps():
@@ -131,6 +131,7 @@ def test_suspect_csv(tmp_path):
         "score": "1.75",
         "log_margin": "",
         "knn": "",
+        "trusted": "",
         "visits": "",
         "flagged": "False",
     }
