@@ -183,6 +183,20 @@ class Report:
         )
         return replace(self, suspects=table, queries=queries)
 
+    def confusion_in_words(self, limit: int = 5) -> str:
+        """Which labels the flagged samples carry, and which are suggested: the most frequent pairs, with their numbers.
+
+        Args:
+            limit: Most pairs.
+
+        Returns:
+            The words; empty where no label is suggested.
+        """
+        pairs = list(self.suspects.confusion().items())
+        words = [f"{self.name_of(given)} -> {self.name_of(other)} ({count:,})" for (given, other), count in pairs]
+        more = [f"{len(pairs) - limit} other pairs"] if len(pairs) > limit else []
+        return ", ".join([*words[:limit], *more])
+
     def relabel(self, dataset: Dataset[Any], limit: int | None = None) -> Relabelled:
         """The training data with suggested labels instead of those that look wrong.
 
@@ -229,7 +243,7 @@ class Report:
         return write_csv(self.to_rows(), INFLUENCE_COLUMNS, path)
 
     def to_dict(self, max_suspects: int | None = 1000) -> dict[str, Any]:
-        """Plain values for JSON, with at most ``max_suspects`` suspects."""
+        """Plain values for JSON, with at most ``max_suspects`` suspects and pairs of labels."""
         values = {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name not in {"queries", "suspects"}
         }
@@ -240,6 +254,10 @@ class Report:
             "suspect_quality": None if self.suspect_quality is None else asdict(self.suspect_quality),
             "errors_per_class": {str(label): count for label, count in self.errors_per_class.items()},
             "num_flagged": self.suspects.num_flagged,
+            "confusion": [
+                {"label": given, "suggested_label": suggested, "count": count}
+                for (given, suggested), count in list(self.suspects.confusion().items())[:max_suspects]
+            ],
             "queries": [asdict(query) for query in self.queries],
             "suspects": self.suspects.to_rows(max_suspects),
         }
@@ -299,6 +317,9 @@ class Report:
         if self.suspect_quality is not None:
             shares = [f"{name.replace('_', ' ')} {share:.3f}" for name, share in self.suspect_quality.shares()]
             yield f"    by the true labels {self.suspect_quality.num_wrong} are wrong: {', '.join(shares)}"
+        confusion = self.confusion_in_words()
+        if confusion:
+            yield f"    labels flagged for another one: {confusion}"
         for suspect in self.suspects[:num_suspects]:
             suggestion = ""
             if suspect.suggested_label is not None:

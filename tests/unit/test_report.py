@@ -330,3 +330,32 @@ def test_samples_behind_a_mistake_that_are_suspects_themselves():
     assert [row["is_suspect"] for row in marked.to_rows()][:4] == [False, True, False, True]
     assert "#41 ape -3.5  #42 dog -2.5 (suspect)\n" in marked.summary()
     assert not any(row["is_suspect"] for row in marked.with_suspects(SuspectTable.empty()).to_rows())
+
+
+def test_which_labels_are_taken_for_which():
+    pairs = torch.tensor([[0, 2], [1, 0], [0, 2], [2, 1], [1, 0], [1, 2], [0, 1]], dtype=torch.int32)
+    suspects = replace(
+        table(7), labels=pairs[:, 0], suggested_labels=pairs[:, 1], flagged=torch.tensor([1, 1, 1, 1, 1, 1, 0]).bool()
+    )
+    assert list(suspects.confusion().items()) == [((0, 2), 2), ((1, 0), 2), ((1, 2), 1), ((2, 1), 1)]
+    shown = report(suspects=suspects)
+    words = "cat -> ape (2), dog -> cat (2), dog -> ape (1), ape -> dog (1)"
+    assert shown.confusion_in_words() == words
+    assert f"labels flagged for another one: {words}\n" in shown.summary()
+    assert shown.confusion_in_words(limit=1) == "cat -> ape (2), 3 other pairs"
+    assert shown.to_dict()["confusion"][0] == {"label": 0, "suggested_label": 2, "count": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"suggested_labels": None},
+        {"flagged": torch.zeros(5, dtype=torch.bool)},
+        {"labels": torch.ones(5, 3, dtype=torch.int8), "suggested_labels": None},
+    ],
+    ids=str,
+)
+def test_no_labels_are_taken_for_others(changes):
+    shown = report(suspects=replace(table(), **changes))
+    assert shown.suspects.confusion() == {}
+    assert "for another one" not in shown.summary()
