@@ -80,8 +80,9 @@ class GradSimCallback(Callback):
         std: Standard deviation of the images' normalisation, undone on panels.
         show_teachers: Whether panels show who taught the wrong prediction, too.
         mislabel_score: What suspects are ranked by, from the logits and features of all training steps:
-            ``"margin_knn"``, ``"log_margin"``, ``"knn"``, ``"aum"``, ``"loss"``, ``"el2n"`` or ``"self_influence"``.
-            ``None`` watches no training steps: suspects are those of largest gradient in one pass.
+            ``"margin_knn"``, ``"log_margin"``, ``"knn"``, ``"aum"``, ``"loss"``, ``"el2n"``, ``"self_influence"`` or
+            ``"influence"`` (on the classes of the latest validation that was looked at). ``None`` watches no training
+            steps: suspects are those of largest gradient in one pass.
         true_labels: True labels of the training samples where they are known, as in a benchmark, one a sample by sample
             id: reports then say how well the suspects find the wrong ones.
         trusted_val: Whether the validation labels are known to be right. At the end a copy of the model then learns
@@ -331,7 +332,11 @@ class GradSimCallback(Callback):
     ) -> None:
         """Keep copies of misclassified samples."""
         if self._collector is not None:
-            with self._supervisor.isolated(trainer), bridge.silenced(pl_module):
+            with (
+                self._supervisor.isolated(trainer),
+                bridge.silenced(pl_module),
+                self._watch.watching_validation(trainer, batch),
+            ):
                 self._collector.collect(self.adapter, pl_module, batch, dataloader_idx, bridge.forward_context(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -341,6 +346,8 @@ class GradSimCallback(Callback):
             self._watch.share(trainer)
             if self._moment.ends_epoch:
                 self._watch.end_epoch(trainer, self._moment.epoch, is_last=self._moment.ends_run)
+            if collector is not None:
+                self._watch.end_validation(trainer)
         if collector is None:
             return
         in_full = trainer.state.fn != "fit" or (self.final_pass and self._moment.ends_run)

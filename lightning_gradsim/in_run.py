@@ -17,6 +17,11 @@ from lightning_gradsim.tasks import Task
 from lightning_gradsim.visit_statistics import NEIGHBOURS, InRunSettings, VisitStatistics
 
 STATE_VERSION = 1
+CLASS_GRADIENT_SHARE = 0.25
+"""Share of the memory for gradients of validation classes."""
+INFLUENCE = "influence"
+BY_GRADIENTS = ("self_influence", INFLUENCE)
+EARLY = "`mislabel_score='influence'` counts training steps from the first validation on"
 
 
 class InRun:
@@ -41,6 +46,24 @@ class InRun:
         self._last_round = 0
         self._is_owner = True
         self._state: Mapping[str, Any] = {}
+        self._class_gradients: Tensor | None = None
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The head, where its gradients of validation samples are of use; ``None`` before the first step."""
+        if self.reason is not None or self._tap is None or self._tap.head is None:
+            return None
+        return self._tap.head[1] if self._settings.score == INFLUENCE else None
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether the score compares training steps with validations."""
+        return self._settings.score == INFLUENCE
+
+    @property
+    def waits_for(self) -> str | None:
+        """Why there is nothing yet, in words, where it is not that steps tell nothing."""
+        return EARLY if self.needs_validation else None
 
     @property
     def kind(self) -> tuple[Task, int] | None:
@@ -70,6 +93,7 @@ class InRun:
         state, self._state = self._state, {}
         if self._visits.load_state_dict(state, is_owner=is_owner):
             self._last_round = int(state["last_round"])
+        self._class_gradients = state.get("class_gradients")
         self.passes.begin_run(state.get("passes", {}))
 
     def forget_state(self) -> None:
@@ -102,6 +126,21 @@ class InRun:
         if self.reason is None and self._tap is not None:
             self._tap.end_step(returned)
             self._follow(self._tap)
+
+    def set_class_gradients(self, gradients: Tensor | None) -> None:
+        """Compare the steps that follow with the gradients of a validation.
+
+        Args:
+            gradients: Mean gradients of the head over the validation samples of each class; ``None`` for none.
+        """
+        self._flush()  # the steps before belong to the validation before
+        if gradients is None or self.reason is not None:
+            return
+        size = gradients.numel() * 4 / 2**20
+        if size > CLASS_GRADIENT_SHARE * self._settings.max_state_mb:
+            self.give_up(f"the gradients of {len(gradients)} classes take {size:.0f} MiB, too much for `max_state_mb`")
+        else:
+            self._class_gradients = gradients
 
     def give_up(self, reason: str) -> None:
         """Watch no further steps, and forget what they told: it would be half a story.
@@ -159,6 +198,8 @@ class InRun:
         self._flush()
         passes = self.passes.state_dict()
         state: dict[str, Any] = {"version": STATE_VERSION, "last_round": self._last_round, **self._visits.state_dict()}
+        if self._class_gradients is not None:
+            state["class_gradients"] = self._class_gradients
         return {**state, "passes": passes} if passes else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -195,22 +236,29 @@ class InRun:
             self.give_up("the number of training samples is not known")
             return
         step = self._adapter.step_from_logits(block.logits, block.targets)
+        if self._settings.score == INFLUENCE and step.task is Task.MULTILABEL:
+            self.give_up("`mislabel_score='influence'` needs exclusive classes, and the task is multilabel")
+            return
         self._visits.prepare(step)
-        needs_gradients = "self_influence" in self._visits.columns
+        if self._settings.score == INFLUENCE and self._class_gradients is None:
+            return
+        needs_gradients = self._settings.score in BY_GRADIENTS
         self._visits.update(
             block.ids,
             step,
             features=block.features,
             output_grads=output_grads(self._adapter, block.logits, block.targets) if needs_gradients else None,
             learning_rate=self._learning_rate,
+            class_gradients=self._class_gradients,
         )
         self._visits.samples.update(block)
 
     def _notes(self) -> Sequence[str]:
+        notes = [EARLY] if self._settings.score == INFLUENCE else []
         if self._tap is None or not self._tap.left_out:
-            return []
+            return notes
         left_out = "; ".join(f"{number} of {reason}" for reason, number in self._tap.left_out.items())
-        return [f"suspects leave out visits of training samples: {left_out}"]
+        return [*notes, f"suspects leave out visits of training samples: {left_out}"]
 
     def _flush(self) -> None:
         if self._tap is not None:

@@ -15,8 +15,8 @@ from lightning_gradsim.tapped_samples import TappedBlock
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.visit_statistics import InRunSettings, VisitStatistics
 
-NOT_BY_VISITS = "self_influence"
-"""A pass has this score itself, of whatever layers were chosen."""
+NOT_BY_VISITS = ("self_influence", "influence")
+"""Scores from gradients. A pass has the first one itself, of whatever layers were chosen."""
 NO_LAYER = ""
 NO_NEIGHBOURS = "there are no neighbours, as none of the chosen layers sees one vector a sample"
 
@@ -64,7 +64,7 @@ class PassVisits:
         """
         self._current = None
         is_done = not is_training and self._is_of_training and self._total is not None
-        if self.reason is not None or is_done or self._settings.score == NOT_BY_VISITS:
+        if self.reason is not None or is_done or self._settings.score in NOT_BY_VISITS:
             return False
         if self._total is None or not is_training or self._total.num_samples != num_samples:
             self._total = VisitStatistics(self._settings, num_samples)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.true_labels import TrueLabels
+from lightning_gradsim.validation_gradients import ValidationGradients, merge_sums
 
 WATCH = "the watch of training steps"
 WATCH_OF_PASSES = "the watch of what passes read"
@@ -72,6 +73,7 @@ class TrainingWatch:
         self._true_labels, self._trusted_val = true_labels, trusted_val
         self._loss_check = LossCheck()
         self._seconds_at_round = self._seconds_at_pass = 0.0
+        self._gradients = ValidationGradients()
         self._is_given_up = self._asks_users_code = self._knows_kind = False
 
     @property
@@ -169,6 +171,42 @@ class TrainingWatch:
             if self._in_run.end_epoch(epoch + 1, is_last=is_last, seconds=now - self._seconds_at_round):
                 self._seconds_at_round = now
 
+    @contextmanager
+    def watching_validation(self, trainer: Trainer, batch: Any) -> Iterator[None]:
+        """Gather gradients of the head from the forward of a validation batch, where the score needs them.
+
+        Args:
+            trainer: The trainer.
+            batch: The batch.
+
+        Yields:
+            Nothing.
+        """
+        in_run = self._in_run
+        head = None if in_run is None or trainer.state.fn != "fit" else in_run.head
+        if in_run is None or head is None:
+            yield
+            return
+        with self._gradients.watching(head):
+            yield
+        self._supervisor.stage = WATCH
+        with self._supervisor.optional(trainer, in_run.give_up):
+            self._gradients.take(self._step_adapter, batch)
+
+    def end_validation(self, trainer: Trainer) -> None:
+        """Compare the training steps that follow with this validation; with several processes, all of them must ask.
+
+        Args:
+            trainer: The trainer.
+        """
+        in_run, gradients = self._in_run, self._gradients
+        self._gradients = ValidationGradients()
+        if in_run is None or not in_run.needs_validation or self._is_given_up:
+            return
+        self._supervisor.stage = WATCH
+        with self._supervisor.optional(trainer, in_run.give_up), self._supervisor.isolated(trainer):
+            in_run.set_class_gradients(merge_sums(self._supervisor.on_all_ranks(trainer, lambda: gradients.sums)))
+
     def share(self, trainer: Trainer) -> None:
         """With several processes, bring together what they have gathered; all of them must ask.
 
@@ -234,7 +272,7 @@ class TrainingWatch:
         found = self._in_run.suspects(accuracy)
         if found is not None:
             return found
-        reason = self._in_run.passes.reason or self._in_run.reason
+        reason = self._in_run.passes.reason or self._in_run.reason or self._in_run.waits_for
         return None, () if reason is None else (f"suspects are those of largest gradient in this pass: {reason}",)
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tapped_samples import TappedBlock, TappedSamples
 from lightning_gradsim.tasks import Task
 
-IN_RUN_SCORES = tuple(name for name in SCORES if name != "influence")  # it needs gradients of validation samples
 PARTS = ("log_margin", "knn")
 """Scores that stand beside the one that ranks, where they are known."""
 NEIGHBOURS = 25
@@ -56,7 +55,7 @@ class InRunSettings:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_choice("mislabel_score", self.score, IN_RUN_SCORES)
+        check_choice("mislabel_score", self.score, tuple(SCORES))
         check_positive("max_state_mb", self.max_state_mb)
 
 
@@ -98,6 +97,7 @@ class VisitStatistics:
         features: Tensor | None = None,
         output_grads: Tensor | None = None,
         learning_rate: float = 1.0,
+        class_gradients: Tensor | None = None,
     ) -> None:
         """Take in visits.
 
@@ -107,6 +107,7 @@ class VisitStatistics:
             features: Input of the head ``[B, i]``.
             output_grads: Gradients of the losses by the logits ``[B, o]``.
             learning_rate: Of the step.
+            class_gradients: Mean gradients of the head over the validation samples of each class.
         """
         self.prepare(step)
         assert self._statistics is not None
@@ -118,6 +119,7 @@ class VisitStatistics:
             features=features,
             output_grads=output_grads,
             learning_rate=learning_rate,
+            class_gradients=class_gradients,
         )
 
     def prepare(self, step: Step) -> None:

@@ -46,6 +46,7 @@ TRUSTED = (
     "compiled_in_place",
     "compiled_part",
 )
+INFLUENCE = ("accumulate", "dropout", "batchnorm", "bf16_autocast", "val_dataset_generator", "gradient_clipping")
 MAY_FAIL = ("accumulate", "dropout", "frozen_batchnorm", "dataset_generator", "swa_last")
 REAL_PANELS = ("plain", "batchnorm", "dataset_generator")
 """Elsewhere a panel of a few pixels is written: drawing one takes longer than the run."""
@@ -73,6 +74,15 @@ def test_a_copy_that_learns_changes_nothing(case: Case, monkeypatch: pytest.Monk
     callback = _assert_nothing_changes(case, "last", trusted_val=True)
     assert callback.report is not None
     assert callback.report.suspects.score_name == "margin_knn+trusted"
+
+
+@pytest.mark.parametrize("case", rows(INFLUENCE))
+def test_gradients_of_a_validation_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the head is watched in validations, too."""
+    _draw_small_panels(monkeypatch)
+    callback = _assert_nothing_changes(case, "last", mislabel_score="influence")
+    assert callback.report is not None
+    assert callback.report.suspects.score_name == "influence"
 
 
 @pytest.mark.parametrize("case", rows(MAY_FAIL))

@@ -108,6 +108,25 @@ def test_training_and_module_stay_as_they_are(tmp_path, options):
     assert states[0][2] == states[1][2]
 
 
+class Counting:
+    """A loss that knows how often it was asked."""
+
+    calls = 0
+
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def test_a_loss_with_a_state_is_left_alone(tmp_path):
+    calls = []
+    for trusted_val in (False, True):
+        loss = Counting()
+        fit(tmp_path, trusting(trusted_val=trusted_val, loss_fn=loss), train=loader(train_data()))
+        calls.append(loss.calls)
+    assert calls[0] == calls[1] > 0
+
+
 class StopsEarly(Callback):
     def on_train_epoch_end(self, trainer, pl_module):
         trainer.should_stop = trainer.current_epoch == 1

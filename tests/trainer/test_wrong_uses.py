@@ -69,10 +69,10 @@ ARGUMENTS = [
         "`layers='last:0'` names no number. Expected \"last:\" and a whole number of at least 1.",
     ),
     (
-        {"mislabel_score": "influence"},
+        {"mislabel_score": "margin"},
         ValueError,
-        "`mislabel_score='influence'` is not known. Expected one of 'margin_knn', 'log_margin', 'knn', 'aum', 'loss', "
-        "'el2n', 'self_influence'.",
+        "`mislabel_score='margin'` is not known. Expected one of 'margin_knn', 'log_margin', 'knn', 'aum', 'loss', "
+        "'el2n', 'self_influence', 'influence'.",
     ),
     ({"true_labels": "abc"}, TypeError, f"`true_labels='abc'` is a str. Expected {TRUE_LABELS}."),
     ({"true_labels": 3}, TypeError, f"`true_labels=3` is an int. Expected {TRUE_LABELS}."),
