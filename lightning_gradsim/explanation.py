@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples, tensors_of
 from lightning_gradsim.clock import until
+from lightning_gradsim.collation import ONE_AT_A_TIME, reorders_samples
 from lightning_gradsim.engine import EngineSettings, Observer, ShardResult, merge_shards, score_shard
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.memory import default_budget
@@ -157,6 +158,9 @@ def make_reference(
     reader = make_reader(source)
     augmented = differs_on_second_read(reader)
     notes = []
+    if reorders_samples(reader):
+        reader = replace(reader, batch_size=1)
+        notes.append(ONE_AT_A_TIME)
     if augmented:
         notes.append(AUGMENTED)
     if not has_known_sampler(source):

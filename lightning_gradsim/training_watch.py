@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.clock import Clock
+from lightning_gradsim.collation import find_reordering
 from lightning_gradsim.engine import Observer
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.factors import Factors
@@ -109,6 +110,10 @@ class TrainingWatch:
             if self._in_run is not None:
                 is_owner = trainer.is_global_zero
                 self._in_run.begin_run(self._step_adapter, bridge.num_sample_ids(trainer), is_owner=is_owner)
+                with self._supervisor.isolated(trainer):
+                    reordering = None if self._ids.are_carried else find_reordering(trainer.train_dataloader)
+                if reordering is not None:
+                    self._in_run.give_up(reordering)
 
     def begin_step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Watch a step.

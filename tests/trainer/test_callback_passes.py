@@ -286,3 +286,38 @@ def test_without_features_there_are_no_neighbours(tmp_path):
     assert "knn" not in read(gradsim).suspects.parts
     assert "No round of neighbours yet: samples are ranked by their margin alone." in read(gradsim).notes
     assert "there are no neighbours, as none of the chosen layers sees one vector a sample" in read(gradsim).notes
+
+
+def by_label(samples):
+    return torch.utils.data.default_collate(sorted(samples, key=lambda sample: int(sample[1])))
+
+
+def test_a_collate_function_that_reorders_samples(tmp_path):
+    """Ids by places in a batch would be wrong, in training steps and in passes."""
+    truth = Truth()
+    train = loader(train_data(), collate_fn=by_label, shuffle=True)
+    gradsim, _, _ = fit(tmp_path, watching(), train=train, callbacks=[truth], max_epochs=2)
+    suspects = read(gradsim).suspects
+    assert torch.equal(suspects.labels.long(), train_data().tensors[1][suspects.sample_ids])
+    expected = judge(truth.statistics.compute())
+    torch.testing.assert_close(suspects.scores.sort().values, expected.scores.sort().values, rtol=1e-3, atol=1e-4)
+    assert any("`collate_fn` (`by_label`) gives samples in another order" in note for note in read(gradsim).notes)
+    assert any("they were read one at a time" in note for note in read(gradsim).notes)
+    assert_right_labels(read(gradsim))
+
+
+def assert_right_labels(report):
+    assert report.queries
+    for query in report.queries:
+        for sample in (*query.harmful, *query.look_alikes):
+            assert sample.label == int(train_data().tensors[1][sample.sample_id])
+
+
+def test_batches_that_carry_ids_may_be_in_any_order(tmp_path):
+    from tests.trainer.test_callback_in_run import Numbered, Triples, pairs
+
+    train = loader(Numbered(), collate_fn=by_label, shuffle=True)
+    gradsim, _, _ = fit(tmp_path, watching(adapter=pairs(), id_key=2), Triples(), train, max_epochs=2)
+    suspects = read(gradsim).suspects
+    assert torch.equal(suspects.labels.long(), train_data().tensors[1][suspects.sample_ids])
+    assert not any(note.startswith(NOTE) for note in read(gradsim).notes)
