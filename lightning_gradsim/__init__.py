@@ -9,6 +9,7 @@ from lightning_gradsim.planner import plan
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.rules import register_rule
 from lightning_gradsim.suspects import Suspect, SuspectTable
+from lightning_gradsim.true_labels import SuspectQuality
 from lightning_gradsim.verification import Check, Verification, verify
 from lightning_gradsim.wrapper import PerSampleGradients
 
@@ -19,6 +20,7 @@ __all__ = [  # noqa: RUF022 -- grouped for readers
     "QueryReport",
     "Report",
     "Suspect",
+    "SuspectQuality",
     "SuspectTable",
     # Other forms of batches
     "Adapter",

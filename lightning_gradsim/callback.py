@@ -20,7 +20,7 @@ from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import Part, Reading
 from lightning_gradsim.failures import MAX_FAILURES, Failures
 from lightning_gradsim.guard import with_buffers
-from lightning_gradsim.in_run import InRun, InRunSettings
+from lightning_gradsim.in_run import InRun
 from lightning_gradsim.layer_selection import LayerSpec, select_layers, trainable_layers
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.plan_record import Plan
@@ -33,6 +33,9 @@ from lightning_gradsim.schedule import Moment, Schedule
 from lightning_gradsim.scores import Similarity
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.training_watch import TrainingWatch
+from lightning_gradsim.true_labels import TrueLabels
+from lightning_gradsim.trusted_validation import validation_readers
+from lightning_gradsim.visit_statistics import InRunSettings
 
 STATE_VERSION = 2
 logger = logging.getLogger(__name__)
@@ -46,7 +49,8 @@ class GradSimCallback(Callback):
     exactly. The result is ``report``, files in ``<log dir>/<name>/`` (``report.json``, ``suspects.csv``,
     ``influences.csv``, ``mistakes.png``) and, with a ``TensorBoardLogger``, under ``<name>/``: the image ``mistakes``,
     the text ``suspects``, and the scalars ``errors`` (count), ``suspects_flagged`` (count), ``overhead_seconds`` (s),
-    ``overhead_share`` (time taken so far over the time of the run without it).
+    ``overhead_share`` (time taken so far over the time of the run without it); with ``true_labels=`` also
+    ``suspects_auroc``, ``suspects_average_precision`` and further figures of ``SuspectQuality``.
 
     The training run is left as it was, bit for bit: see ``docs/design.md``.
 
@@ -76,8 +80,14 @@ class GradSimCallback(Callback):
         std: Standard deviation of the images' normalisation, undone on panels.
         show_teachers: Whether panels show who taught the wrong prediction, too.
         mislabel_score: What suspects are ranked by, from the logits and features of all training steps:
-            ``"margin_knn"``, ``"log_margin"``, ``"knn"``, ``"aum"``, ``"loss"``, ``"el2n"`` or ``"self_influence"``.
-            ``None`` watches no training steps: suspects are those of largest gradient in one pass.
+            ``"margin_knn"``, ``"log_margin"``, ``"knn"``, ``"aum"``, ``"loss"``, ``"el2n"``, ``"self_influence"`` or
+            ``"influence"`` (on the classes of the latest validation that was looked at). ``None`` watches no training
+            steps: suspects are those of largest gradient in one pass.
+        true_labels: True labels of the training samples where they are known, as in a benchmark, one a sample by sample
+            id: reports then say how well the suspects find the wrong ones.
+        trusted_val: Whether the validation labels are known to be right. At the end a copy of the model then learns
+            them, which takes four passes over validation and training data, beyond any budget, and suspects are ranked
+            by what becomes of the training samples, too.
         max_state_mb: MiB that statistics and features of the training samples may take, here and in checkpoints.
         id_key: Where training batches carry sample ids, a key or a place; needed only for loaders that make batches of
             their own.
@@ -124,6 +134,8 @@ class GradSimCallback(Callback):
         std: Sequence[float] | None = None,
         show_teachers: bool = False,
         mislabel_score: str | None = "margin_knn",
+        true_labels: Any = None,
+        trusted_val: bool = False,
         max_state_mb: float = 256.0,
         id_key: str | int | None = None,
         memory_budget: int | None = None,
@@ -137,6 +149,12 @@ class GradSimCallback(Callback):
         check_count("num_queries", num_queries, optional=False)
         check_share("time_budget", time_budget)
         check_type("final_pass", final_pass, isinstance(final_pass, bool), "True or False")
+        check_type("trusted_val", trusted_val, isinstance(trusted_val, bool), "True or False")
+        if trusted_val and mislabel_score is None:
+            raise ValueError(
+                "`trusted_val=True` and `mislabel_score=None` contradict each other: the first adds to the score of "
+                "training steps. Leave one of them out."
+            )
         is_loss = loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))
         check_type("loss_fn", loss_fn, is_loss, "an instance of a criterion, or a function")
         is_adapter = adapter is None or isinstance(adapter, Adapter)
@@ -146,20 +164,23 @@ class GradSimCallback(Callback):
         self.name, self.on_error = name, on_error
         self.num_queries, self.query_policy, self.seed = num_queries, query_policy, seed
         self.loss_fn, self.adapter = loss_fn, adapter or Adapter()
-        self.time_budget, self.final_pass = time_budget, final_pass
+        self.time_budget, self.final_pass, self.trusted_val = time_budget, final_pass, trusted_val
         self.settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget)
         self.report: Report | None = None
         self._schedule = Schedule(every_n_epochs, every_n_steps, warmup_epochs, last_epoch_only)
         self._failures = Failures(type(self).__name__)
+        truth = None if true_labels is None else TrueLabels(true_labels)
         contents = ReporterSettings(
-            self.settings, train_data, max_train_samples, seed, class_names, mean, std, show_teachers, name
+            self.settings, train_data, max_train_samples, seed, class_names, mean, std, show_teachers, name, truth
         )
         self._reporter = Reporter(contents, self._failures.warn_once)
         self._clock = Clock()
         self._supervisor = Supervisor(self._clock, self._failures, raises=on_error == "raise")
         watched = None if mislabel_score is None else InRunSettings(mislabel_score, max_state_mb, seed)
         in_run = None if watched is None else InRun(self.adapter, watched)
-        self._watch = TrainingWatch(self.adapter, in_run, id_key, self._supervisor, self._clock, self._failures)
+        self._watch = TrainingWatch(
+            self.adapter, in_run, id_key, self._supervisor, self._clock, self._failures, truth, trusted_val=trusted_val
+        )
         self._budget = TimeBudget(None, self._clock)
         self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)
         self._collector: QueryCollector | None = None
@@ -292,6 +313,8 @@ class GradSimCallback(Callback):
                 "after `fit` with the same callback"
             )
             return
+        if self.trusted_val:
+            validation_readers(bridge.flatten_loaders(trainer.val_dataloaders))  # raises now for what cannot be read
         self._clock.start_validation()
         selection = QuerySelection(
             self.num_queries, self.query_policy, self.seed, trainer.global_rank, trainer.world_size
@@ -309,7 +332,11 @@ class GradSimCallback(Callback):
     ) -> None:
         """Keep copies of misclassified samples."""
         if self._collector is not None:
-            with self._supervisor.isolated(trainer), bridge.silenced(pl_module):
+            with (
+                self._supervisor.isolated(trainer),
+                bridge.silenced(pl_module),
+                self._watch.watching_validation(trainer, batch),
+            ):
                 self._collector.collect(self.adapter, pl_module, batch, dataloader_idx, bridge.forward_context(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -319,13 +346,15 @@ class GradSimCallback(Callback):
             self._watch.share(trainer)
             if self._moment.ends_epoch:
                 self._watch.end_epoch(trainer, self._moment.epoch, is_last=self._moment.ends_run)
+            if collector is not None:
+                self._watch.end_validation(trainer)
         if collector is None:
             return
         in_full = trainer.state.fn != "fit" or (self.final_pass and self._moment.ends_run)
         is_wanted = not (self._schedule.last_epoch_only or self._is_over_budget)
         if in_full or self._moment.ends_run or is_wanted:
             self._explain(trainer, pl_module, collector, in_full=in_full)
-        if not self._moment.ends_run and (self.final_pass or self._schedule.last_epoch_only):
+        if not self._moment.ends_run and self._wants_last:
             self._waiting = collector
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -339,6 +368,7 @@ class GradSimCallback(Callback):
             )
         if collector is not None:
             self._clock.start_validation()
+            self._moment = replace(self._moment, ends_run=True)
             self._explain(trainer, pl_module, collector, in_full=self.final_pass)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -349,6 +379,11 @@ class GradSimCallback(Callback):
         """Leave nothing behind."""
         self._clear()
 
+    @property
+    def _wants_last(self) -> bool:
+        """Whether there is a report of the last validation, whatever the schedule says."""
+        return self.final_pass or self._schedule.last_epoch_only or self.trusted_val
+
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking or self._failures.are_too_many:
             return False
@@ -357,7 +392,7 @@ class GradSimCallback(Callback):
             return True
         self._moment = moment = bridge.moment_of(trainer, self._batch_idx)
         self._is_over_budget = False
-        is_last = moment.ends_run and (self.final_pass or self._schedule.last_epoch_only)
+        is_last = moment.ends_run and self._wants_last
         if is_last or not self._schedule.is_due(moment, moment.step - self._last_step):
             return is_last
         if moment.ends_run or self._supervisor.on_rank_zero(trainer, self._budget.allows_report):
@@ -366,7 +401,7 @@ class GradSimCallback(Callback):
         self._num_passed_over += 1
         if self._num_passed_over == 1 and trainer.is_global_zero:
             logger.info("`%s` passes over validations to keep within `time_budget=%s`", self.name, self.time_budget)
-        return self.final_pass  # it may turn out to be the last: its queries are kept
+        return self.final_pass or self.trusted_val  # it may turn out to be the last: its queries are kept
 
     def _check_module(self, module: LightningModule) -> None:
         select_layers(module, self.settings.layers)
@@ -384,19 +419,25 @@ class GradSimCallback(Callback):
             selection, buffers = merge_selections([each for each, _ in found]), found[0][1]
             self._supervisor.stage = "the report"
             begin = self._clock.seconds
-            parts = self._supervisor.on_all_ranks(
-                trainer, lambda: self._score(trainer, module, selection, buffers, in_full=in_full)
+            scored = self._supervisor.on_all_ranks(
+                trainer,
+                lambda: (
+                    self._score(trainer, module, selection, buffers, in_full=in_full),
+                    self._watch.visits_of_pass(),
+                ),
             )
+            parts, visits = [part for part, _ in scored], [shown for _, shown in scored]
             reading_seconds = self._clock.seconds - begin
             made: list[tuple[Report, tuple[Query, ...]]] = []  # on every rank alike: no need to send it
             self._supervisor.on_all_ranks(trainer, lambda: made.append(self._make_report(trainer, selection, parts)))
             report, kept = made[0]
             judged = self._supervisor.on_all_ranks(
-                trainer, lambda: self._watch.suspects(report) if trainer.is_global_zero else None
+                trainer, lambda: self._watch.suspects(report, visits) if trainer.is_global_zero else None
             )[0]
             assert judged is not None
+            trusted, problems = self._fine_tune(trainer, module, report, buffers)
             self.report = report = replace(
-                self._reporter.with_suspects(report, *judged),
+                self._reporter.with_suspects(report, judged[0], [*judged[1], *problems], trusted),
                 seconds=self._clock.validation_seconds,
                 time_share=self._clock.share,
             )
@@ -425,10 +466,36 @@ class GradSimCallback(Callback):
                 module,
                 self.adapter,
                 selection,
-                bridge.run_context(trainer, module),
+                replace(
+                    bridge.run_context(trainer, module), observe=self._watch.observer(trainer, self._reporter.num_ids)
+                ),
                 Reading(seconds, self._num_read, trainer.global_rank, trainer.world_size),
                 bridge.num_trial_batches(trainer),
             )
+
+    def _fine_tune(
+        self, trainer: Trainer, module: LightningModule, report: Report, buffers: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, list[str]]:
+        """What a copy finds that has learned the validation labels, and what has failed; of rank zero, on all ranks."""
+        if not (self.trusted_val and self._moment.ends_run and trainer.state.fn == "fit"):
+            return None, []
+
+        def work() -> tuple[Tensor | None, list[str]]:
+            found, problems = None, list[str]()
+            if trainer.is_global_zero:
+                self._supervisor.stage = "fine-tuning a copy on the validation labels"
+                readers = validation_readers(bridge.flatten_loaders(trainer.val_dataloaders))
+                run = bridge.run_context(trainer, module)
+                with (
+                    self._supervisor.optional(trainer, problems.append),
+                    bridge.silenced(module),
+                    with_buffers(module, buffers),
+                ):
+                    found = self._reporter.fine_tune(module, self.adapter, report, readers, run)
+                self._supervisor.stage = "the report"
+            return found, [f"suspects are ranked without the validation labels: {problem}" for problem in problems]
+
+        return self._supervisor.on_all_ranks(trainer, work)[0]
 
     def _make_report(
         self, trainer: Trainer, selection: QuerySelection, parts: Sequence[Part]

@@ -52,6 +52,18 @@ def sample_ids(dataset: Dataset[Any]) -> Tensor:
     return _ids_and_span(dataset)[0]
 
 
+def num_ids(dataset: Dataset[Any]) -> int:
+    """Number of sample ids: the length of a dataset, or of what lies beneath it.
+
+    Args:
+        dataset: A map-style dataset.
+
+    Returns:
+        The number; ids of the dataset are below it.
+    """
+    return _ids_and_span(dataset)[1]
+
+
 def _ids_and_span(dataset: Any) -> tuple[Tensor, int]:
     if type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices, dtype=torch.long)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.arguments import check_choice, check_count
 from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
+from lightning_gradsim.factors import Factors
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec
 from lightning_gradsim.plan_record import Plan
@@ -26,6 +27,8 @@ from lightning_gradsim.scores import SIMILARITIES, Similarity
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.topk import merge_largest
 from lightning_gradsim.wrapper import PerSampleGradients
+
+Observer = Callable[[Tensor, Step, Mapping[str, Factors]], None]
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ def score_shard(
     train_batches: Iterable[tuple[Tensor, Any]],
     settings: EngineSettings,
     forward_context: ForwardContext = nullcontext,
+    observe: Observer | None = None,
 ) -> ShardResult:
     """Score some of the training samples against every query, exactly.
 
@@ -162,6 +166,7 @@ def score_shard(
         train_batches: Sample ids ``[B]`` and batch, on the module's device, each id once; may be empty.
         settings: Layers, similarity, length of the lists.
         forward_context: The precision context of the run.
+        observe: Is shown sample ids, step and factors of everything that is read.
 
     Returns:
         What was found. Training samples whose loss or gradient is not finite are in it, for ``merge_shards`` to name
@@ -181,6 +186,8 @@ def score_shard(
         scorer = Scorer(queries, settings.similarity, num_kept, runner.memory_budget)
         for ids, step, factors in runner.run_all(train_batches):
             scorer.update(ids, step, factors)
+            if observe is not None:
+                observe(ids, step, factors)
             if plan is None and len(ids):
                 plan = make_plan(module, gradients, runner, factors, num_query_gradients, queries)
         names = [name for chosen in gradients.names_by_layer().values() for name in chosen]

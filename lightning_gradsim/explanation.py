@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples, tensors_of
 from lightning_gradsim.clock import until
-from lightning_gradsim.engine import EngineSettings, ShardResult, merge_shards, score_shard
+from lightning_gradsim.collation import ONE_AT_A_TIME, reorders_samples
+from lightning_gradsim.engine import EngineSettings, Observer, ShardResult, merge_shards, score_shard
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.memory import default_budget
 from lightning_gradsim.queries import Query, QuerySelection
@@ -56,12 +57,14 @@ class RunContext:
         to_device: A batch that was moved before, back on the module's device.
         forward_context: The precision context.
         show_progress: Items, their number and a description to the items with a progress bar.
+        observe: Is shown all training samples that are read.
     """
 
     move: Callable[[Any], Any]
     to_device: Callable[[Any], Any]
     forward_context: Callable[[], AbstractContextManager[Any]]
     show_progress: Callable[[Iterable[Any], int, str], Iterable[Any]]
+    observe: Observer | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,9 @@ def make_reference(
     reader = make_reader(source)
     augmented = differs_on_second_read(reader)
     notes = []
+    if reorders_samples(reader):
+        reader = replace(reader, batch_size=1)
+        notes.append(ONE_AT_A_TIME)
     if augmented:
         notes.append(AUGMENTED)
     if not has_known_sampler(source):
@@ -219,7 +225,7 @@ def score_part(
     if settings.memory_budget is None:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         settings = replace(settings, memory_budget=default_budget(device, reading.world_size))
-    shard = score_shard(module, adapter, query_batches, train_batches, settings, run.forward_context)
+    shard = score_shard(module, adapter, query_batches, train_batches, settings, run.forward_context, run.observe)
     unread = share.ids[len(shard.suspects) :]
     reached = int((reader.ids == unread[0]).nonzero()) if len(unread) else len(reader)
     return Part(shard, reached)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
@@ -115,6 +116,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     # On the CPU, torch has no class of its own for it.
     words = "can't allocate memory" in str(error) or "not enough memory" in str(error)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and words)
+
+
+def copy_uncompiled(module: nn.Module) -> nn.Module:
+    """A copy that computes with its own weights.
+
+    Args:
+        module: The module; compiled parts are bound to its weights, and a plain copy would call them.
+
+    Returns:
+        The copy, whose compiled parts run as they are written.
+    """
+    copied = copy.deepcopy(module)
+    for part in list(copied.modules()):
+        for name, child in part.named_children():
+            if hasattr(child, "_orig_mod"):
+                setattr(part, name, child._orig_mod)
+        vars(part).pop("_compiled_call_impl", None)
+        if hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
+            del part.forward
+    return copied
 
 
 def is_compiled(module: nn.Module) -> bool:

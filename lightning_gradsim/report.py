@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_gradsim.datasets import Relabelled, sample_ids
 from lightning_gradsim.plain_values import Label, write_csv
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.suspects import SuspectTable
+from lightning_gradsim.true_labels import SuspectQuality
 
 REPORT_VERSION = 1
 INFLUENCE_COLUMNS = (
@@ -31,6 +32,7 @@ INFLUENCE_COLUMNS = (
     "label",
     "score",
     "label_is_prediction",
+    "is_suspect",
 )
 
 
@@ -43,12 +45,14 @@ class InfluentialSample:
         label: Its given label.
         score: Similarity with the query: loss² per parameter² for ``dot``, unitless for ``cosine``, in [-1, 1].
         label_is_prediction: Whether its label equals the query's wrong prediction.
+        is_suspect: Whether the suspects of the same report flag it: a second witness that its label is wrong.
     """
 
     sample_id: int
     label: Label
     score: float
     label_is_prediction: bool
+    is_suspect: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Report:
         augmented: Whether reading a training sample twice gives two different samples.
         task: ``classification``, ``binary``, ``multilabel`` or ``regression``.
         plan: How the pass computed; ``None`` without training samples.
+        suspect_quality: How well the suspects find wrong labels, where ``true_labels=`` tells which those are.
     """
 
     epoch: int
@@ -127,6 +132,7 @@ class Report:
     task: str = "classification"
     plan: Plan | None = None
     share_read: float = 1.0
+    suspect_quality: SuspectQuality | None = None
 
     @property
     def errors_in_words(self) -> str:
@@ -149,6 +155,47 @@ class Report:
         if self.class_names is not None and 0 <= label < len(self.class_names):
             return self.class_names[label]
         return str(label)
+
+    def with_suspects(self, table: SuspectTable) -> Report:
+        """The report with other suspects, and with those of them marked that stand in the lists of queries.
+
+        Args:
+            table: The suspects.
+
+        Returns:
+            The report.
+        """
+        lists = [samples for query in self.queries for samples in _lists(query).values()]
+        listed = torch.tensor([sample.sample_id for samples in lists for sample in samples], dtype=torch.long)
+        flagged = set(listed[torch.isin(listed, table.sample_ids[table.flagged])].tolist())
+
+        def marked(samples: tuple[InfluentialSample, ...]) -> tuple[InfluentialSample, ...]:
+            return tuple(replace(sample, is_suspect=sample.sample_id in flagged) for sample in samples)
+
+        queries = tuple(
+            replace(
+                query,
+                harmful=marked(query.harmful),
+                teachers=marked(query.teachers),
+                look_alikes=marked(query.look_alikes),
+            )
+            for query in self.queries
+        )
+        return replace(self, suspects=table, queries=queries)
+
+    def confusion_in_words(self, limit: int = 5) -> str:
+        """Which labels the flagged samples carry, and which are suggested: the most frequent pairs, with their numbers.
+
+        Args:
+            limit: Most pairs.
+
+        Returns:
+            The words; empty where no label is suggested.
+        """
+        pairs = list(self.suspects.confusion().items())
+        words = [f"{self.name_of(given)} -> {self.name_of(other)} ({count:,})" for (given, other), count in pairs]
+        more = [f"{len(pairs) - limit} other pairs"] if len(pairs) > limit else []
+        return ", ".join([*words[:limit], *more])
 
     def relabel(self, dataset: Dataset[Any], limit: int | None = None) -> Relabelled:
         """The training data with suggested labels instead of those that look wrong.
@@ -196,7 +243,7 @@ class Report:
         return write_csv(self.to_rows(), INFLUENCE_COLUMNS, path)
 
     def to_dict(self, max_suspects: int | None = 1000) -> dict[str, Any]:
-        """Plain values for JSON, with at most ``max_suspects`` suspects."""
+        """Plain values for JSON, with at most ``max_suspects`` suspects and pairs of labels."""
         values = {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name not in {"queries", "suspects"}
         }
@@ -204,8 +251,13 @@ class Report:
             "version": REPORT_VERSION,
             **values,
             "plan": None if self.plan is None else asdict(self.plan),
+            "suspect_quality": None if self.suspect_quality is None else asdict(self.suspect_quality),
             "errors_per_class": {str(label): count for label, count in self.errors_per_class.items()},
             "num_flagged": self.suspects.num_flagged,
+            "confusion": [
+                {"label": given, "suggested_label": suggested, "count": count}
+                for (given, suggested), count in list(self.suspects.confusion().items())[:max_suspects]
+            ],
             "queries": [asdict(query) for query in self.queries],
             "suspects": self.suspects.to_rows(max_suspects),
         }
@@ -251,13 +303,23 @@ class Report:
         verdict = f"{self.name_of(query.label)} -> {self.name_of(query.prediction)}{probability}{doubt}"
         yield f"validation sample {name}: {verdict}"
         for title, samples in (("harmful", query.harmful), ("look-alikes", query.look_alikes)):
-            tiles = "  ".join(f"#{s.sample_id} {self.name_of(s.label)} {s.score:+.3g}" for s in samples[:4])
+            tiles = "  ".join(self._tile(sample) for sample in samples[:4])
             yield f"    {title:<12}{tiles or 'none'}"
+
+    def _tile(self, sample: InfluentialSample) -> str:
+        suspicion = " (suspect)" if sample.is_suspect else ""
+        return f"#{sample.sample_id} {self.name_of(sample.label)} {sample.score:+.3g}{suspicion}"
 
     def _suspect_lines(self, num_suspects: int) -> Iterator[str]:
         if not len(self.suspects):
             return
         yield f"suspects (training samples, most suspect first; {self.suspects.num_flagged} flagged):"
+        if self.suspect_quality is not None:
+            shares = [f"{name.replace('_', ' ')} {share:.3f}" for name, share in self.suspect_quality.shares()]
+            yield f"    by the true labels {self.suspect_quality.num_wrong} are wrong: {', '.join(shares)}"
+        confusion = self.confusion_in_words()
+        if confusion:
+            yield f"    labels flagged for another one: {confusion}"
         for suspect in self.suspects[:num_suspects]:
             suggestion = ""
             if suspect.suggested_label is not None:
@@ -265,9 +327,12 @@ class Report:
             yield f"    #{suspect.sample_id:<8}{self.name_of(suspect.label)}{suggestion}  score {suspect.score:.3g}"
 
 
+def _lists(query: QueryReport) -> dict[str, tuple[InfluentialSample, ...]]:
+    return {"harmful": query.harmful, "teachers": query.teachers, "look_alikes": query.look_alikes}
+
+
 def _query_rows(number: int, query: QueryReport) -> Iterator[dict[str, Any]]:
-    lists = {"harmful": query.harmful, "teachers": query.teachers, "look_alikes": query.look_alikes}
-    for list_name, samples in lists.items():
+    for list_name, samples in _lists(query).items():
         for rank, sample in enumerate(samples, start=1):
             yield {
                 "query": number,

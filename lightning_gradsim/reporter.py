@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.arguments import (
@@ -21,6 +21,7 @@ from lightning_gradsim.arguments import (
     check_seed,
     check_type,
 )
+from lightning_gradsim.datasets import num_ids
 from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import (
     AUGMENTED,
@@ -38,7 +39,10 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.sample_statistics import num_differing_labels
 from lightning_gradsim.sinks import TensorBoardWriter, save_png_atomically, write_report_files, write_tensorboard
 from lightning_gradsim.suspects import SuspectTable
+from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import SampleReader, make_reader
+from lightning_gradsim.true_labels import TrueLabels
+from lightning_gradsim.trusted_validation import fine_tune, trusted_notes, with_trusted
 from lightning_gradsim.views import mistake_panel
 
 logger = logging.getLogger(__name__)
@@ -58,6 +62,7 @@ class ReporterSettings:
         std: Standard deviation of the images' normalisation.
         show_teachers: Whether panels show teachers.
         name: Tag prefix, and name of a folder.
+        true_labels: Known true labels of the training samples.
 
     Raises:
         TypeError: If a value has a wrong type.
@@ -73,6 +78,7 @@ class ReporterSettings:
     std: Sequence[float] | None
     show_teachers: bool
     name: str
+    true_labels: TrueLabels | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -106,6 +112,11 @@ class Reporter:
         return self._source is not None
 
     @property
+    def num_ids(self) -> int:
+        """Number of sample ids of the training data; they grow with the data."""
+        return num_ids(getattr(self._source, "dataset", self._source))
+
+    @property
     def follows_training(self) -> bool:
         """Whether the training data are the trainer's own."""
         return self._settings.train_data is None
@@ -118,10 +129,13 @@ class Reporter:
 
         Raises:
             TrainingDataError: If they cannot be read by sample id.
+            ValueError: If there is another number of true labels.
         """
         source = source if self._settings.train_data is None else self._settings.train_data
         if source is not None and source is not self._source:
-            make_reader(source)  # raises now for data that could not be read after a whole epoch
+            reader = make_reader(source)  # raises now for data that could not be read after a whole epoch
+            if self._settings.true_labels is not None:
+                self._settings.true_labels.check_count(num_ids(reader.dataset))
             self._source, self._reference = source, None
 
     def forget_reference(self) -> None:
@@ -177,13 +191,35 @@ class Reporter:
             report = replace(report, class_names=tuple(own.class_names))
         return report, kept
 
-    def with_suspects(self, report: Report, table: SuspectTable | None, notes: Sequence[str]) -> Report:
+    def fine_tune(
+        self, module: nn.Module, adapter: Adapter, report: Report, validation: Sequence[SampleReader], run: RunContext
+    ) -> Tensor:
+        """What training samples look like to a copy of the model that has learned the validation labels.
+
+        Args:
+            module: The user's module; it is left as found.
+            adapter: Reads batches; bound to the module.
+            report: The report of these weights.
+            validation: Read the validation sets.
+            run: How the run treats batches.
+
+        Returns:
+            F of ``mislabel.trusted_scores`` by sample id.
+        """
+        assert self._reference is not None
+        reader, seed = self._reference.reader, self._settings.seed
+        return fine_tune(module, adapter, reader, validation, self.num_ids, Task(report.task), run, seed)
+
+    def with_suspects(
+        self, report: Report, table: SuspectTable | None, notes: Sequence[str], trusted: Tensor | None = None
+    ) -> Report:
         """The report with what training steps say of its training samples.
 
         Args:
             report: The report, with the suspects of its pass.
             table: All samples that training has visited; ``None`` to leave those of the pass.
             notes: What limits them.
+            trusted: What ``fine_tune`` says of them, by sample id, if it was asked.
 
         Returns:
             The report.
@@ -193,8 +229,12 @@ class Reporter:
             table = None
             words = f"for {differing} sample ids, training saw other labels than `train_data=` holds"
             notes = (f"suspects are those of largest gradient in this pass: {words}",)
-        if table is not None:
-            report = replace(report, suspects=table)
+        table = report.suspects if table is None else table
+        if trusted is not None:
+            table, notes = with_trusted(table, trusted), [*notes, *trusted_notes(report.queries)]
+        report = report.with_suspects(table)
+        if self._settings.true_labels is not None:
+            report = replace(report, suspect_quality=self._settings.true_labels.judge(report.suspects))
         return replace(report, notes=(*report.notes, *notes))
 
     def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> NDArray[np.uint8]:

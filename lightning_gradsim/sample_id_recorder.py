@@ -49,6 +49,11 @@ class SampleIdRecorder:
         """Copies watch nothing, and hold neither trainer nor samplers."""
         return type(self), (self._id_key,)
 
+    @property
+    def are_carried(self) -> bool:
+        """Whether batches carry the ids."""
+        return self._id_key is not None
+
     def attach(self, trainer: Trainer) -> None:
         """Watch the samplers of training loaders from their making on.
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_gradsim.plain_values import Label, to_label, write_csv
 
-SUSPECT_PARTS = ("log_margin", "knn")
+TRUSTED = "trusted"
+SUSPECT_PARTS = ("log_margin", "knn", TRUSTED)
 """Scores that stand beside the one that ranks, where they are known."""
 SUSPECT_COLUMNS = (
     "rank",
@@ -116,6 +117,23 @@ class SuspectTable(Sequence[Suspect]):
     def flagged_rows(self, limit: int | None = None) -> Tensor:
         """Rows of the flagged samples, the most suspect first, at most ``limit`` of them; int64."""
         return self.flagged.nonzero().flatten()[:limit]
+
+    def confusion(self) -> dict[tuple[int, int], int]:
+        """Which labels are taken for which.
+
+        Returns:
+            Number of flagged samples by given and suggested label, the most frequent pair first, ties by the labels;
+            empty where there are no suggested labels.
+        """
+        if self.suggested_labels is None or self.labels.ndim > 1:
+            return {}
+        pairs = torch.stack([self.labels, self.suggested_labels], dim=1)[self.flagged].long()
+        found, counts = pairs.unique(dim=0, return_counts=True)
+        order = counts.argsort(descending=True, stable=True)
+        return {
+            (given, other): count
+            for (given, other), count in zip(found[order].tolist(), counts[order].tolist(), strict=True)
+        }
 
     def to_rows(self, limit: int | None = None) -> list[dict[str, Any]]:
         """Rows with the columns of ``suspects.csv``, at most ``limit`` of them."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,21 +12,31 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_gradsim import lightning_bridge as bridge
-from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.clock import Clock
+from lightning_gradsim.collation import find_reordering
+from lightning_gradsim.engine import Observer
 from lightning_gradsim.errors import BatchFormatError
+from lightning_gradsim.factors import Factors
 from lightning_gradsim.failures import Failures
 from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.in_run import InRun
 from lightning_gradsim.loss_check import LossCheck
+from lightning_gradsim.mislabel import check_classes
 from lightning_gradsim.report import Report
 from lightning_gradsim.sample_id_recorder import SampleIdRecorder
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
+from lightning_gradsim.true_labels import TrueLabels
+from lightning_gradsim.validation_gradients import ValidationGradients, merge_sums
 
 WATCH = "the watch of training steps"
+WATCH_OF_PASSES = "the watch of what passes read"
 LOSS_CHECK = "the check of the loss"
+
+VisitsOfPass = tuple[str | None, Mapping[str, Any]]
+"""Why a pass tells nothing, or what it has shown."""
 
 
 class TrainingWatch:
@@ -39,6 +49,8 @@ class TrainingWatch:
         supervisor: Lets our work run.
         clock: Counts its time.
         failures: Tells of what fails.
+        true_labels: Known true labels, to be checked as soon as the kind of task is known.
+        trusted_val: Whether validation labels are to be learned, likewise.
     """
 
     def __init__(
@@ -49,6 +61,9 @@ class TrainingWatch:
         supervisor: Supervisor,
         clock: Clock,
         failures: Failures,
+        true_labels: TrueLabels | None = None,
+        *,
+        trusted_val: bool = False,
     ) -> None:
         self._adapter = self._step_adapter = adapter
         self._in_run = in_run
@@ -56,9 +71,11 @@ class TrainingWatch:
         self._supervisor = supervisor
         self._clock = clock
         self._failures = failures
+        self._true_labels, self._trusted_val = true_labels, trusted_val
         self._loss_check = LossCheck()
-        self._seconds_at_round = 0.0
-        self._is_given_up = self._asks_users_code = False
+        self._seconds_at_round = self._seconds_at_pass = 0.0
+        self._gradients = ValidationGradients()
+        self._is_given_up = self._asks_users_code = self._knows_kind = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -84,7 +101,8 @@ class TrainingWatch:
         """
         self._asks_users_code = type(self._adapter) is not Adapter or self._adapter.keeps_batches_apart(module)
         self._loss_check = LossCheck()
-        self._seconds_at_round, self._is_given_up = 0.0, False
+        self._seconds_at_round = self._seconds_at_pass = 0.0
+        self._is_given_up = self._knows_kind = False
         self._supervisor.stage = WATCH
         with self._supervisor.optional(trainer, self._give_up):
             # A loss of the user's may keep a state, which is none of ours to change.
@@ -92,6 +110,10 @@ class TrainingWatch:
             if self._in_run is not None:
                 is_owner = trainer.is_global_zero
                 self._in_run.begin_run(self._step_adapter, bridge.num_sample_ids(trainer), is_owner=is_owner)
+                with self._supervisor.isolated(trainer):
+                    reordering = None if self._ids.are_carried else find_reordering(trainer.train_dataloader)
+                if reordering is not None:
+                    self._in_run.give_up(reordering)
 
     def begin_step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Watch a step.
@@ -127,6 +149,7 @@ class TrainingWatch:
             self._supervisor.stage = WATCH
             with self._supervisor.optional(trainer, self._in_run.give_up), self._isolated_if_needed(trainer):
                 self._in_run.end_step(bridge.loss_of_outputs(outputs, trainer.accumulate_grad_batches))
+            self._check_kind(self._in_run)
         if not self._loss_check.is_watching:
             return
         self._supervisor.stage = LOSS_CHECK
@@ -153,6 +176,42 @@ class TrainingWatch:
             if self._in_run.end_epoch(epoch + 1, is_last=is_last, seconds=now - self._seconds_at_round):
                 self._seconds_at_round = now
 
+    @contextmanager
+    def watching_validation(self, trainer: Trainer, batch: Any) -> Iterator[None]:
+        """Gather gradients of the head from the forward of a validation batch, where the score needs them.
+
+        Args:
+            trainer: The trainer.
+            batch: The batch.
+
+        Yields:
+            Nothing.
+        """
+        in_run = self._in_run
+        head = None if in_run is None or trainer.state.fn != "fit" else in_run.head
+        if in_run is None or head is None:
+            yield
+            return
+        with self._gradients.watching(head):
+            yield
+        self._supervisor.stage = WATCH
+        with self._supervisor.optional(trainer, in_run.give_up):
+            self._gradients.take(self._step_adapter, batch)
+
+    def end_validation(self, trainer: Trainer) -> None:
+        """Compare the training steps that follow with this validation; with several processes, all of them must ask.
+
+        Args:
+            trainer: The trainer.
+        """
+        in_run, gradients = self._in_run, self._gradients
+        self._gradients = ValidationGradients()
+        if in_run is None or not in_run.needs_validation or self._is_given_up:
+            return
+        self._supervisor.stage = WATCH
+        with self._supervisor.optional(trainer, in_run.give_up), self._supervisor.isolated(trainer):
+            in_run.set_class_gradients(merge_sums(self._supervisor.on_all_ranks(trainer, lambda: gradients.sums)))
+
     def share(self, trainer: Trainer) -> None:
         """With several processes, bring together what they have gathered; all of them must ask.
 
@@ -169,24 +228,56 @@ class TrainingWatch:
             self._is_given_up = any(reason is not None for reason, _ in parts)
             in_run.merge(parts, is_owner=trainer.is_global_zero)
 
-    def suspects(self, report: Report) -> tuple[SuspectTable | None, tuple[str, ...]]:
-        """All samples that training has visited, the most suspect first.
+    def observer(self, trainer: Trainer, num_samples: int) -> Observer | None:
+        """What is to be shown all that the next pass reads.
+
+        Args:
+            trainer: The trainer.
+            num_samples: One more than the largest sample id.
+
+        Returns:
+            The observer; ``None`` where training steps tell enough.
+        """
+        in_run = self._in_run
+        if in_run is None or in_run.reason is None:
+            return None
+        if not in_run.passes.begin_pass(num_samples, is_training=trainer.state.fn == "fit"):
+            return None
+
+        def observe(ids: Tensor, step: Step, factors: Mapping[str, Factors]) -> None:
+            stage, self._supervisor.stage = self._supervisor.stage, WATCH_OF_PASSES
+            with self._supervisor.optional(trainer, in_run.passes.give_up):
+                in_run.passes.see(ids, step, factors)
+            self._supervisor.stage = stage
+
+        return observe
+
+    def visits_of_pass(self) -> VisitsOfPass:
+        """What this process has seen of a pass."""
+        return (None, {}) if self._in_run is None else self._in_run.passes.state_dict_of_pass()
+
+    def suspects(self, report: Report, visits: Sequence[VisitsOfPass]) -> tuple[SuspectTable | None, tuple[str, ...]]:
+        """All samples that training has visited, or passes where training steps tell nothing, the most suspect first.
 
         Args:
             report: The report of the pass, for the cautions that depend on validation.
+            visits: What ``visits_of_pass`` gave on each process.
 
         Returns:
             The table, or ``None`` where nothing is known; and what limits it.
         """
         if self._in_run is None:
             return None, ()
+        now = self._clock.other_seconds
+        self._in_run.passes.end_pass(visits, now - self._seconds_at_pass + self._clock.validation_seconds)
+        self._seconds_at_pass = now
         accuracy = None
         if report.task != Task.REGRESSION.value and report.num_validation_samples:
             accuracy = 1 - report.num_errors / report.num_validation_samples
         found = self._in_run.suspects(accuracy)
         if found is not None:
             return found
-        reason = self._in_run.reason
+        reason = self._in_run.passes.reason or self._in_run.reason or self._in_run.waits_for
         return None, () if reason is None else (f"suspects are those of largest gradient in this pass: {reason}",)
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,6 +310,16 @@ class TrainingWatch:
         """Remove every hook, and leave the trainer as it was."""
         self.remove()
         self._ids.detach()
+
+    def _check_kind(self, in_run: InRun) -> None:
+        """Refuse arguments that do not fit the task: these raise in any case."""
+        if self._knows_kind or in_run.kind is None:
+            return
+        self._knows_kind = True
+        if self._true_labels is not None:
+            self._true_labels.check_task(*in_run.kind)
+        if self._trusted_val:
+            check_classes(in_run.kind[0])
 
     def _isolated_if_needed(self, trainer: Trainer) -> AbstractContextManager[None]:
         # An adapter or a loss of the user's may draw random numbers. To keep all states at every step costs too much

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gradsim.errors import NonFiniteError
+from lightning_gradsim.errors import LossError, NonFiniteError
+from lightning_gradsim.guard import copy_uncompiled
 from lightning_gradsim.mislabel.scores import standardise
 from lightning_gradsim.mislabel.visits import measure_visits
 from lightning_gradsim.tasks import Task
@@ -56,15 +56,15 @@ def trusted_scores(
 
     Raises:
         NonFiniteError: If the loss of a validation batch is not finite.
+        LossError: If the copy does not compute with its own weights.
         ValueError: If the task is a regression.
 
     Source:
         After Maini et al. (2022), "Characterizing datapoints via second-split forgetting", arXiv:2210.15031: margins
         instead of the epoch in which a sample is forgotten.
     """
-    if task is Task.REGRESSION:
-        raise ValueError("`trusted_val=True` needs classes, and the task is a regression.")
-    student = copy.deepcopy(module).eval()
+    check_classes(task)
+    student = copy_uncompiled(module).eval()
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=learning_rate, momentum=MOMENTUM)
     sums, visits = torch.zeros(num_samples), torch.zeros(num_samples)
@@ -80,6 +80,19 @@ def trusted_scores(
                 sums.index_add_(0, ids.cpu(), margins.float())
                 visits.index_add_(0, ids.cpu(), seen.usable.cpu().float())
     return torch.where(visits > 0, -sums / visits, torch.nan)
+
+
+def check_classes(task: Task) -> None:
+    """Refuse a task without classes.
+
+    Args:
+        task: Kind of task.
+
+    Raises:
+        ValueError: If it is a regression.
+    """
+    if task is Task.REGRESSION:
+        raise ValueError("`trusted_val=True` needs classes, and the task is a regression. Leave it out.")
 
 
 def add_trusted(scores: Tensor, trusted: Tensor) -> Tensor:
@@ -103,6 +116,15 @@ def _fit(student: nn.Module, run: Run, batches: Iterable[Any], optimizer: torch.
                 "The loss of a validation batch became NaN or infinite while a copy of the model was fine-tuned on it. "
                 "Lower the learning rate, or leave out `trusted_val`."
             )
-        optimizer.zero_grad()
-        loss.backward()
+        parameters = optimizer.param_groups[0]["params"]
+        # Not `backward`: where a copy calls parts of the original, it would leave gradients there.
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        if all(gradient is None for gradient in gradients):
+            raise LossError(
+                "The loss of a copy of the model does not depend on the copy's weights. Does the module hold functions "
+                "that are bound to it, such as a `forward` set on the instance? Leave out `trusted_val`, or define "
+                "them in its class."
+            )
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         optimizer.step()

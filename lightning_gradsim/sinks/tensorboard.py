@@ -51,6 +51,8 @@ def write_tensorboard(
     - ``suspects``: table of suspects, Markdown
     - ``errors``: misclassified validation samples, count
     - ``suspects_flagged``: training samples that the model predicts otherwise than labelled, count
+    - ``suspects_auroc``, ``suspects_average_precision`` and the other figures of ``SuspectQuality``, in [0, 1]; only
+      where true labels are known
     - ``overhead_seconds``: time taken for this report, s
     - ``overhead_share``: time taken so far over the time of the run without it, in [0, inf); only where it is known
 
@@ -67,6 +69,8 @@ def write_tensorboard(
     writer.add_text(f"{tag_prefix}/suspects", suspects_markdown(report), global_step=step)
     writer.add_scalar(f"{tag_prefix}/errors", report.num_errors, global_step=step)
     writer.add_scalar(f"{tag_prefix}/suspects_flagged", report.suspects.num_flagged, global_step=step)
+    for name, share in report.suspect_quality.shares() if report.suspect_quality is not None else ():
+        writer.add_scalar(f"{tag_prefix}/suspects_{name}", share, global_step=step)
     writer.add_scalar(f"{tag_prefix}/overhead_seconds", report.seconds, global_step=step)
     if report.time_share is not None:
         writer.add_scalar(f"{tag_prefix}/overhead_share", report.time_share, global_step=step)

@@ -45,6 +45,9 @@ def suspects_markdown(report: Report, limit: int = 20) -> str:
         f"Training samples by how wrong their label looks: the first {len(shown):,} of {len(suspects):,}. "
         f"For {suspects.num_flagged:,} of all, the model predicts another label than the given one (flagged)."
     )
+    confusion = report.confusion_in_words()
+    if confusion:
+        intro += f" Flagged labels, and those suggested instead: {_escape(confusion)}."
     rows = [_suspect_cells(report, rank, suspect) for rank, suspect in enumerate(shown, start=1)]
     return _to_table(intro, SUSPECT_HEADS, rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,22 @@ ALL_LAYERS = (
     "validate_checkpoint",
     "swa_first",
 )
+TRUSTED = (
+    "plain",
+    "several_val_loaders",
+    "dataset_generator",
+    "val_dataset_generator",
+    "transfer_hooks",
+    "dropout",
+    "batchnorm",
+    "bf16_autocast",
+    "manual_optimization",
+    "module_generator",
+    "copied_in_step",
+    "compiled_in_place",
+    "compiled_part",
+)
+INFLUENCE = ("accumulate", "dropout", "batchnorm", "bf16_autocast", "val_dataset_generator", "gradient_clipping")
 MAY_FAIL = ("accumulate", "dropout", "frozen_batchnorm", "dataset_generator", "swa_last")
 REAL_PANELS = ("plain", "batchnorm", "dataset_generator")
 """Elsewhere a panel of a few pixels is written: drawing one takes longer than the run."""
@@ -48,6 +65,24 @@ def test_all_layers_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) 
     """Nor where every layer is watched in the pass."""
     _draw_small_panels(monkeypatch)
     _assert_nothing_changes(case, "all")
+
+
+@pytest.mark.parametrize("case", rows(TRUSTED))
+def test_a_copy_that_learns_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where a copy of the model is trained on the validation labels at the end."""
+    _draw_small_panels(monkeypatch)
+    callback = _assert_nothing_changes(case, "last", trusted_val=True)
+    assert callback.report is not None
+    assert callback.report.suspects.score_name == "margin_knn+trusted"
+
+
+@pytest.mark.parametrize("case", rows(INFLUENCE))
+def test_gradients_of_a_validation_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the head is watched in validations, too."""
+    _draw_small_panels(monkeypatch)
+    callback = _assert_nothing_changes(case, "last", mislabel_score="influence")
+    assert callback.report is not None
+    assert callback.report.suspects.score_name == "influence"
 
 
 @pytest.mark.parametrize("case", rows(MAY_FAIL))
@@ -77,11 +112,13 @@ class _Failing:
         return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
-def _assert_nothing_changes(case: Case, layers: str) -> None:
-    callback = GradSimCallback(layers, num_queries=8, top_k=3, on_error="raise", every_n_epochs=1, **case.options())
+def _assert_nothing_changes(case: Case, layers: str, **options: Any) -> GradSimCallback:
+    options |= {"on_error": "raise", "every_n_epochs": 1, **case.options()}
+    callback = GradSimCallback(layers, num_queries=8, top_k=3, **options)
     assert differences(record_run(case, [callback]), record_baseline(case)) == []
     assert callback.report is not None
     assert callback.report.queries
+    return callback
 
 
 def _draw_small_panels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,23 @@
 """Suspects from the training steps themselves."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
 
 from lightning_gradsim.mislabel import MislabelStatistics, judge
 from lightning_gradsim.neighbours import neighbour_votes
+from lightning_gradsim.true_labels import TrueLabels
 from tests.trainer.support import (
     NUM_CLASSES,
     NUM_TRAIN,
     Classifier,
     Recorder,
+    Untouched,
     collect_warnings,
     fit,
     loader,
@@ -125,7 +131,16 @@ def test_a_suspect_in_words_and_rows(tmp_path):
     row = read(gradsim).suspects.to_rows(1)[0]
     assert (row["visits"], row["knn"]) == (5, suspect.parts["knn"])
     [path] = tmp_path.glob("**/suspects.csv")
-    assert path.read_text().splitlines()[0].endswith(",flagged,log_margin,knn,visits")
+    assert path.read_text().splitlines()[0].endswith(",flagged,log_margin,knn,trusted,visits")
+
+
+def test_harmful_samples_that_are_suspects_are_marked(tmp_path):
+    gradsim, _, _ = fit(tmp_path, watching(), max_epochs=3)
+    suspects = read(gradsim).suspects
+    flagged = set(suspects.sample_ids[suspects.flagged].tolist())
+    harmful = [sample for query in read(gradsim).queries for sample in query.harmful]
+    assert {sample.is_suspect for sample in harmful} == {True, False}
+    assert all(sample.is_suspect == (sample.sample_id in flagged) for sample in harmful)
 
 
 def test_flipped_labels_are_found_before_others(tmp_path):
@@ -210,9 +225,12 @@ class OwnBatches(torch.utils.data.BatchSampler):
 
 
 class TestWhereStepsTellNothing:
+    """Passes do: see ``test_callback_passes.py``."""
+
     def reason(self, gradsim):
-        assert read(gradsim).suspects.score_name == "self_influence"
-        [note] = [note for note in read(gradsim).notes if note.startswith("suspects are those of largest gradient")]
+        assert read(gradsim).suspects.score_name == "margin_knn"
+        assert set(read(gradsim).suspects.visits.tolist()) == {1}
+        [note] = [note for note in read(gradsim).notes if note.startswith("suspects rest on passes over the training")]
         return note
 
     def test_a_batch_sampler_of_ones_own(self, tmp_path):
@@ -241,7 +259,9 @@ class TestWhereStepsTellNothing:
         x, y = train_data().tensors
         other = TensorDataset(x, (y + 1) % NUM_CLASSES)
         gradsim, _, _ = fit(tmp_path, watching(train_data=other))
-        assert "for 60 sample ids, training saw other labels than `train_data=` holds" in self.reason(gradsim)
+        assert read(gradsim).suspects.score_name == "self_influence"
+        words = "for 60 sample ids, training saw other labels than `train_data=` holds"
+        assert f"suspects are those of largest gradient in this pass: {words}" in read(gradsim).notes
 
     def test_a_tap_that_breaks(self, tmp_path, monkeypatch):
         def fail(*_):
@@ -345,3 +365,44 @@ def test_every_score_comes_with_suggested_labels(tmp_path):
     assert report.suspects.suggested_labels is not None
     assert not any("max_state_mb" in note for note in report.notes)
     assert len(report.relabel(train_data())) == NUM_TRAIN
+
+
+class TestTrueLabels:
+    def test_say_how_well_suspects_find_wrong_labels(self, tmp_path):
+        true = torch.where(torch.arange(NUM_TRAIN) % 6 == 0, 0, train_data().tensors[1])
+        number = int((true != train_data().tensors[1]).sum())
+        gradsim, _, recorder = fit(tmp_path, watching(true_labels=true), max_epochs=2)
+        quality = read(gradsim).suspect_quality
+        assert quality == TrueLabels(true).judge(read(gradsim).suspects)
+        assert quality.num_wrong == number > 3
+        assert [report.suspect_quality.num_wrong for report in recorder.reports] == [number, number]
+        [path] = tmp_path.glob("**/report.json")
+        assert json.loads(path.read_text())["suspect_quality"] == asdict(quality)
+        assert f"by the true labels {number} are wrong: auroc 0." in read(gradsim).summary()
+        events = EventAccumulator(str(tmp_path / "run" / "version_0"))
+        events.Reload()
+        for name, share in quality.shares():
+            scalars = events.Scalars(f"gradsim/suspects_{name}")
+            assert [scalar.step for scalar in scalars] == [6, 12]
+            assert scalars[-1].value == pytest.approx(share)
+
+    def test_of_a_subset_are_those_of_the_dataset_beneath(self, tmp_path):
+        part = Subset(train_data(), list(range(40, 20, -1)))
+        gradsim, _, _ = fit(tmp_path, watching(true_labels=train_data().tensors[1].numpy()), train=loader(part))
+        assert read(gradsim).suspect_quality.num_wrong == 0
+
+    def test_without_a_watch_judge_those_of_the_pass(self, tmp_path):
+        gradsim, _, _ = fit(tmp_path, strict(true_labels=[0] * NUM_TRAIN))
+        assert read(gradsim).suspect_quality.num_wrong == int((train_data().tensors[1] != 0).sum())
+
+    @pytest.mark.parametrize("number", [NUM_TRAIN - 1, NUM_TRAIN + 1])
+    def test_of_another_number_are_refused_before_training(self, tmp_path, number):
+        with pytest.raises(ValueError, match=f"^`true_labels` holds {number} labels for 60 training samples"):
+            fit(tmp_path, watching(true_labels=[0] * number, on_error="warn"), callbacks=[Untouched()])
+
+    @pytest.mark.parametrize(("value", "words"), [(4, "the label 4"), (0.5, "floating-point numbers")])
+    def test_out_of_range_are_refused_in_the_first_step(self, tmp_path, value, words):
+        module = Classifier()
+        with pytest.raises(ValueError, match=f"^`true_labels` holds {words}, and the task is classification. Expected"):
+            fit(tmp_path, watching(true_labels=[value] * NUM_TRAIN, on_error="warn"), module)
+        assert module.trainer.global_step == 1

@@ -29,6 +29,7 @@ SHARE = "Expected a share of the training time, such as 0.1, or None for no limi
 SIMILARITY = "is not known. Expected one of 'dot', 'cosine', 'asymmetric'."
 POLICY = "is not known. Expected one of 'highest_loss', 'random'."
 ON_ERROR = "is not known. Expected one of 'warn', 'raise'."
+TRUE_LABELS = "one label a training sample, by sample id: a list, an array or a tensor"
 CHANNELS = "Expected one finite number a channel in both, `std` above 0."
 ADAPTER = "Expected an instance of an `Adapter` subclass."
 LOSS = "Expected an instance of a criterion, or a function."
@@ -68,10 +69,25 @@ ARGUMENTS = [
         "`layers='last:0'` names no number. Expected \"last:\" and a whole number of at least 1.",
     ),
     (
-        {"mislabel_score": "influence"},
+        {"mislabel_score": "margin"},
         ValueError,
-        "`mislabel_score='influence'` is not known. Expected one of 'margin_knn', 'log_margin', 'knn', 'aum', 'loss', "
-        "'el2n', 'self_influence'.",
+        "`mislabel_score='margin'` is not known. Expected one of 'margin_knn', 'log_margin', 'knn', 'aum', 'loss', "
+        "'el2n', 'self_influence', 'influence'.",
+    ),
+    ({"true_labels": "abc"}, TypeError, f"`true_labels='abc'` is a str. Expected {TRUE_LABELS}."),
+    ({"true_labels": 3}, TypeError, f"`true_labels=3` is an int. Expected {TRUE_LABELS}."),
+    ({"true_labels": [1j]}, TypeError, f"`true_labels` holds complex numbers. Expected {TRUE_LABELS}."),
+    ({"true_labels": []}, ValueError, f"`true_labels` has the shape [0]. Expected {TRUE_LABELS}."),
+    (
+        {"true_labels": np.zeros((2, 2, 2))},
+        ValueError,
+        f"`true_labels` has the shape [2, 2, 2]. Expected {TRUE_LABELS}.",
+    ),
+    ({"true_labels": [0, -1]}, ValueError, f"`true_labels[1]` is -1, which is no label. Expected {TRUE_LABELS}."),
+    (
+        {"true_labels": torch.tensor([0.5, torch.nan])},
+        ValueError,
+        f"`true_labels[1]` is nan, which is no label. Expected {TRUE_LABELS}.",
     ),
     ({"max_state_mb": "1"}, TypeError, "`max_state_mb='1'` is a str. Expected a number above 0."),
     ({"max_state_mb": 0}, ValueError, "`max_state_mb=0` is too small. Expected a number above 0."),
@@ -100,6 +116,13 @@ ARGUMENTS = [
     ({"time_budget": 0}, ValueError, f"`time_budget=0` is out of range. {SHARE}"),
     ({"time_budget": float("nan")}, ValueError, f"`time_budget=nan` is out of range. {SHARE}"),
     *flag("final_pass"),
+    *flag("trusted_val"),
+    (
+        {"trusted_val": True, "mislabel_score": None},
+        ValueError,
+        "`trusted_val=True` and `mislabel_score=None` contradict each other: the first adds to the score of training "
+        "steps. Leave one of them out.",
+    ),
     ({"loss_fn": 3}, TypeError, f"`loss_fn=3` is an int. {LOSS}"),
     ({"loss_fn": nn.MSELoss}, TypeError, f"`loss_fn={nn.MSELoss!r}` is a type. {LOSS}"),
     ({"adapter": "mine"}, TypeError, f"`adapter='mine'` is a str. {ADAPTER}"),
@@ -162,6 +185,11 @@ class TestArguments:
     def test_are_refused_at_construction(self, options, error, message):
         with pytest.raises(error, match=f"^{re.escape(message)}$"):
             GradSimCallback(**options)
+
+    @pytest.mark.parametrize("labels", [["cat", "dog"], [[0, 1], [1]], [0, None]], ids=str)
+    def test_true_labels_that_are_no_numbers(self, labels):
+        with pytest.raises(TypeError, match=r"^`true_labels` holds more than numbers: .*[^.]\. Expected one label a"):
+            GradSimCallback(true_labels=labels)
 
     def test_none_is_left_out(self):
         tested = {name for options, _, _ in ARGUMENTS for name in options}

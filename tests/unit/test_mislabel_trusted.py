@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_gradsim.errors import NonFiniteError
+from lightning_gradsim.errors import LossError, NonFiniteError
 from lightning_gradsim.mislabel.trusted import add_trusted, trusted_scores
 from lightning_gradsim.tasks import Task
 
@@ -67,6 +67,33 @@ def test_the_module_is_left_alone():
     assert all(part.training for part in module.modules())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_compiled_parts_of_a_copy_have_its_own_weights():
+    module, train, validation = make()
+    expected = score(module, train, validation)
+    module[0].compile(backend="eager")
+    module[3] = torch.compile(module[3], backend="eager")
+    module[4] = torch.compile(module[4], backend="eager")
+    module.compile(backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(score(module, train, validation), expected)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_copy_bound_to_the_original_is_refused():
+    module, train, validation = make()
+    layers = list(module)
+
+    def forward(inputs):
+        for layer in layers:
+            inputs = layer(inputs)
+        return inputs
+
+    module.forward = forward
+    with pytest.raises(LossError, match="does not depend on the copy's weights"):
+        score(module, train, validation)
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_samples_that_are_not_read_are_unknown():

@@ -104,7 +104,7 @@ def test_suspect_rows(limit, number):
     for rank, (row, suspect) in enumerate(zip(rows, table(), strict=False), start=1):
         assert tuple(row) == SUSPECT_COLUMNS
         values = {name: value for name, value in vars(suspect).items() if name != "parts"}
-        assert row == {"rank": rank, **values, "log_margin": None, "knn": None}
+        assert row == {"rank": rank, **values, "log_margin": None, "knn": None, "trusted": None}
 
 
 def test_rows_of_suspects_from_training_steps():
@@ -131,6 +131,7 @@ def test_suspect_csv(tmp_path):
         "score": "1.75",
         "log_margin": "",
         "knn": "",
+        "trusted": "",
         "visits": "",
         "flagged": "False",
     }
@@ -265,6 +266,7 @@ def test_plain_values():
         "label": 2,
         "score": -3.5,
         "label_is_prediction": True,
+        "is_suspect": False,
     }
     assert len(again["suspects"]) == 2
     assert again["num_flagged"] == 3
@@ -314,3 +316,46 @@ class TestActing:
         table_without = replace(table(), suggested_labels=None, probabilities=None)
         with pytest.raises(ValueError, match=r"have no suggested labels\. Use `report\.drop"):
             replace(report(), suspects=table_without).relabel(self.data)
+
+
+def test_samples_behind_a_mistake_that_are_suspects_themselves():
+    """Two witnesses: the lists of a query, and the suspects."""
+    suspects = replace(table(4), sample_ids=torch.tensor([42, 41, 44, 10]), flagged=torch.tensor([1, 0, 1, 1]).bool())
+    marked = report().with_suspects(suspects)
+    assert marked.suspects is suspects
+    for each in marked.queries:
+        assert [sample.is_suspect for sample in each.harmful] == [False, True]
+        assert [sample.is_suspect for sample in each.teachers] == [False]
+        assert [sample.is_suspect for sample in each.look_alikes] == [True]
+    assert [row["is_suspect"] for row in marked.to_rows()][:4] == [False, True, False, True]
+    assert "#41 ape -3.5  #42 dog -2.5 (suspect)\n" in marked.summary()
+    assert not any(row["is_suspect"] for row in marked.with_suspects(SuspectTable.empty()).to_rows())
+
+
+def test_which_labels_are_taken_for_which():
+    pairs = torch.tensor([[0, 2], [1, 0], [0, 2], [2, 1], [1, 0], [1, 2], [0, 1]], dtype=torch.int32)
+    suspects = replace(
+        table(7), labels=pairs[:, 0], suggested_labels=pairs[:, 1], flagged=torch.tensor([1, 1, 1, 1, 1, 1, 0]).bool()
+    )
+    assert list(suspects.confusion().items()) == [((0, 2), 2), ((1, 0), 2), ((1, 2), 1), ((2, 1), 1)]
+    shown = report(suspects=suspects)
+    words = "cat -> ape (2), dog -> cat (2), dog -> ape (1), ape -> dog (1)"
+    assert shown.confusion_in_words() == words
+    assert f"labels flagged for another one: {words}\n" in shown.summary()
+    assert shown.confusion_in_words(limit=1) == "cat -> ape (2), 3 other pairs"
+    assert shown.to_dict()["confusion"][0] == {"label": 0, "suggested_label": 2, "count": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"suggested_labels": None},
+        {"flagged": torch.zeros(5, dtype=torch.bool)},
+        {"labels": torch.ones(5, 3, dtype=torch.int8), "suggested_labels": None},
+    ],
+    ids=str,
+)
+def test_no_labels_are_taken_for_others(changes):
+    shown = report(suspects=replace(table(), **changes))
+    assert shown.suspects.confusion() == {}
+    assert "for another one" not in shown.summary()

@@ -70,7 +70,8 @@ def test_the_three_files(tmp_path):
     assert tuple(influences[0]) == INFLUENCE_COLUMNS
     assert len(influences) == 1 + 1
     values = json.loads(paths[2].read_text(encoding="utf-8"))
-    assert values["queries"][0]["harmful"] == [{"sample_id": 2, "label": 0, "score": -0.5, "label_is_prediction": True}]
+    [sample] = values["queries"][0]["harmful"]
+    assert sample == {"sample_id": 2, "label": 0, "score": -0.5, "label_is_prediction": True, "is_suspect": False}
     assert values["class_names"] == list(report.class_names)
     assert values["errors_per_class"] == {"1": 1}
 

@@ -117,7 +117,8 @@ def test_suspects():
     markdown = suspects_markdown(make_report(), limit=2)
     assert markdown.splitlines()[0] == (
         "Training samples by how wrong their label looks: the first 2 of 3. "
-        "For 2 of all, the model predicts another label than the given one (flagged)."
+        "For 2 of all, the model predicts another label than the given one (flagged). "
+        "Flagged labels, and those suggested instead: cat -&#62; dog (2)."
     )
     assert render(markdown) == [
         list(SUSPECT_HEADS),
