@@ -217,6 +217,18 @@ class InRun:
         )
         return table, (*judgement.notes, *cautions, *self._notes())
 
+    @property
+    def num_tapped(self) -> int:
+        """Number of samples whose newest visit is known."""
+        return len(self._samples)
+
+    def tapped(self) -> tuple[str, TappedBlock] | None:
+        """Name of the head, and the newest visit of each sample; ``None`` where nothing is known."""
+        self._flush()
+        head = None if self._tap is None else self._tap.head
+        block = self._samples.compute()
+        return None if head is None or block is None else (head[0], block)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors."""
         self._flush()

@@ -105,6 +105,8 @@ class Report:
         augmented: Whether reading a training sample twice gives two different samples.
         task: ``classification``, ``binary``, ``multilabel`` or ``regression``.
         plan: How the pass computed; ``None`` without training samples.
+        recall: Estimated share of the exact lists that is among the samples read, by list (``harmful``,
+            ``look_alikes``, ``teachers``), where samples were chosen by what training steps have shown; else ``None``.
     """
 
     epoch: int
@@ -127,6 +129,7 @@ class Report:
     task: str = "classification"
     plan: Plan | None = None
     share_read: float = 1.0
+    recall: Mapping[str, float] | None = None
 
     @property
     def errors_in_words(self) -> str:

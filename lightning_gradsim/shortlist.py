@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_gradsim.scores import Similarity, compute_similarity
 from lightning_gradsim.tapped_samples import TappedBlock
 
 BLOCK_ROWS = 8192
@@ -69,11 +70,11 @@ class HeadWeights:
 class Shortlist:
     """Chooses what is read, a probe first, then in rounds what is most likely to be among the best of some list.
 
-    A list holds the ``top_k`` samples of highest score for one query: harmful (most negative dot), look-alikes
-    (cosine), and teachers (dot with the gradient for the predicted label), in this order, ``[L]`` in all. Scores come
-    from the tapped features, taken to what they would be now by a ridge map that is fitted to all samples read so far,
-    with its penalty chosen by their leave-one-out errors. A sample's chance to belong to a list is learned from the
-    places that samples had before they were read.
+    A list holds the ``top_k`` samples of highest score for one query: harmful (most negative similarity), look-alikes
+    (cosine), and teachers (similarity with the gradient for the predicted label), in this order, ``[L]`` in all. Scores
+    come from the tapped features, taken to what they would be now by a ridge map that is fitted to all samples read so
+    far, with its penalty chosen by their leave-one-out errors. A sample's chance to belong to a list is learned from
+    the places that samples had before they were read.
 
     Life cycle: read the rows that ``next_rows`` gives and hand their features to ``update``, until there are none.
 
@@ -86,6 +87,7 @@ class Shortlist:
         max_rows: How many samples may be read in all.
         num_probe: How many of them are the probe.
         seed: Seed of the probe.
+        similarity: Similarity of harmful samples and teachers.
         weights: How much a sample of each kind of list counts, harmful, look-alikes and teachers.
 
     Attributes:
@@ -105,11 +107,12 @@ class Shortlist:
         max_rows: int,
         num_probe: int,
         seed: int = 0,
+        similarity: Similarity = "dot",
         weights: Sequence[float] = (1.0, 1.0, 1.0),
     ) -> None:
         self.recall: float | None = None
         self.recalls: tuple[float, ...] = ()
-        self._weights = weights
+        self._weights, self._similarity = weights, similarity
         self._tapped, self._head, self._queries, self._grad_fn, self._top_k = tapped, head, queries, grad_fn, top_k
         self._max_rows = min(max_rows, len(tapped))
         order = torch.randperm(len(tapped), generator=torch.Generator().manual_seed(seed))
@@ -131,16 +134,20 @@ class Shortlist:
         """The rows of ``tapped`` to read next, int64; ``None`` once enough has been read."""
         return self._next
 
-    def update(self, features: Tensor) -> None:
-        """Take in what the rows of ``next_rows`` are now.
+    def update(self, features: Tensor, grads: Tensor | None = None, rows: Tensor | None = None) -> None:
+        """Take in what samples are now.
 
         Args:
-            features: Current features, ``[rows, i]``, in the order of the rows.
+            features: Current features, ``[rows, i]``.
+            grads: Current gradients by the logits, ``[rows, o]``; by default those of the features.
+            rows: Which rows were read; by default those of ``next_rows``. Where some of these were not, the rounds end.
         """
         assert self._next is not None
-        is_probe = not len(self._rows)
-        rows, features = self._next, features.to(self._features.dtype)
-        scores = self._compute_scores(features, rows)
+        is_probe, is_cut = not len(self._rows), rows is not None and len(rows) < len(self._next)
+        rows, features = self._next if rows is None else rows, features.to(self._features)
+        if grads is None:
+            grads = self._grads(features, rows)
+        scores = self._scores_of(features, grads.to(features))
         self._rows, self._features = torch.cat([self._rows, rows]), torch.cat([self._features, features])
         self._scores = torch.cat([self._scores, scores], dim=1)
         self._num_rounds += not is_probe
@@ -150,6 +157,8 @@ class Shortlist:
         expected = self._compute_scores(left_out, self._rows[-MAX_FITTED:])
         self._places = torch.searchsorted(-best, -expected.contiguous())
         self._choose(candidates)
+        if is_cut:
+            self._next = None
 
     def _choose(self, candidates: Tensor) -> None:
         """The next rows, from the candidates ``[L, depth]`` of each list in order."""
@@ -177,6 +186,8 @@ class Shortlist:
 
     def _estimate(self, lists: slice, unread: Tensor) -> tuple[float, Tensor]:
         """Share of some lists' true members that was read, and the chances of their places ``[depth]``."""
+        if len(self._rows) == len(self._tapped):
+            return 1.0, torch.zeros(unread.shape[1], dtype=torch.float64)
         total = len(unread) * self._top_k
         num_beyond = len(unread) * (len(self._tapped) - len(self._rows)) - int(unread.sum())
         low, high = 0.0, 1.0
@@ -211,10 +222,9 @@ class Shortlist:
         rows: Tensor | None = None
         for start in range(0, len(self._tapped), BLOCK_ROWS):
             block = torch.arange(start, min(start + BLOCK_ROWS, len(self._tapped)))
-            features = self._mapped(block)
+            scores = self._compute_scores(self._mapped(block), block)
             where = (self._rows >= start) & (self._rows < start + len(block))
-            features[self._rows[where] - start] = self._features[where]
-            scores = self._compute_scores(features, block)
+            scores[:, self._rows[where] - start] = self._scores[:, where]
             ids = block.expand(len(scores), -1)
             if best is not None and rows is not None:
                 scores, ids = torch.cat([best, scores], dim=1), torch.cat([rows, ids], dim=1)
@@ -226,16 +236,24 @@ class Shortlist:
 
     def _compute_scores(self, features: Tensor, rows: Tensor) -> Tensor:
         """Scores of samples with these features in every list, ``[L, rows]``."""
-        grads = self._grad_fn(self._head.logits(features), self._tapped.targets[rows]).to(features.dtype)
+        return self._scores_of(features, self._grads(features, rows))
+
+    def _grads(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Gradients by the logits of samples with these features, ``[rows, o]``."""
+        return self._grad_fn(self._head.logits(features), self._tapped.targets[rows]).to(features)
+
+    def _scores_of(self, features: Tensor, grads: Tensor) -> Tensor:
         queries, bias = self._queries, float(self._head.trains_bias)
         products = queries.features @ features.T + bias
-        dots = (queries.grads @ grads.T) * products
-        norms = _norms(features, grads, bias)
-        own = _norms(queries.features, queries.grads, bias)
-        tiny = torch.finfo(features.dtype).tiny
-        parts = [-dots, dots / (own[:, None] * norms).clamp(min=tiny)]
-        if queries.predicted_grads is not None:
-            parts.append((queries.predicted_grads @ grads.T) * products)
+        squares = _squares(features, grads, bias)
+        parts = []
+        for number, query_grads in enumerate((queries.grads, queries.predicted_grads)):
+            if query_grads is None:
+                continue
+            dots = (query_grads @ grads.T) * products
+            own = _squares(queries.features, query_grads, bias)
+            scores = compute_similarity(self._similarity, dots, own, squares)
+            parts += [-scores, compute_similarity("cosine", dots, own, squares)] if number == 0 else [scores]
         return torch.cat(parts)
 
     def _inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,9 +291,10 @@ class Shortlist:
         return (features.clamp(min=0) if self._is_positive else features).to(self._features.dtype)
 
 
-def _norms(features: Tensor, grads: Tensor, bias: float) -> Tensor:
-    norms: Tensor = (features.square().sum(1) + bias).sqrt() * grads.norm(dim=1)
-    return norms
+def _squares(features: Tensor, grads: Tensor, bias: float) -> Tensor:
+    """Squared norms of gradients."""
+    squares: Tensor = (features.square().sum(1) + bias) * grads.square().sum(1)
+    return squares
 
 
 def _scale(tapped: TappedBlock) -> float:

@@ -20,6 +20,7 @@ from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.in_run import InRun
 from lightning_gradsim.loss_check import LossCheck
 from lightning_gradsim.report import Report
+from lightning_gradsim.rereading import Tapped
 from lightning_gradsim.sample_id_recorder import SampleIdRecorder
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.suspects import SuspectTable
@@ -27,6 +28,7 @@ from lightning_gradsim.tasks import Task
 
 WATCH = "the watch of training steps"
 LOSS_CHECK = "the check of the loss"
+FIRST_EPOCH = "until the second epoch training steps tell too little of which samples are worth reading"
 
 
 class TrainingWatch:
@@ -168,6 +170,24 @@ class TrainingWatch:
             # From what all processes see alike: what fails in one only, such as the merge, is told to all next time.
             self._is_given_up = any(reason is not None for reason, _ in parts)
             in_run.merge(parts, is_owner=trainer.is_global_zero)
+
+    def why_not_tapped(self, epoch: int) -> str | None:
+        """Why steps do not tell which training samples are worth reading again, in words; ``None`` where they do.
+
+        Args:
+            epoch: The epoch, from 0.
+
+        Returns:
+            The reason.
+        """
+        if self._in_run is None:
+            return "training steps are not watched (`mislabel_score=None`)"
+        return self._in_run.reason or (FIRST_EPOCH if epoch < 1 or not self._in_run.num_tapped else None)
+
+    def tapped(self) -> Tapped | None:
+        """What the steps have shown; ``None`` where nothing is known."""
+        found = None if self._in_run is None else self._in_run.tapped()
+        return None if found is None else Tapped(*found)
 
     def suspects(self, report: Report) -> tuple[SuspectTable | None, tuple[str, ...]]:
         """All samples that training has visited, the most suspect first.

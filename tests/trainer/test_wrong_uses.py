@@ -28,6 +28,7 @@ LAYERS = 'Expected "last", "last:3", "all", names, globs, layer types or one pre
 SHARE = "Expected a share of the training time, such as 0.1, or None for no limit."
 SIMILARITY = "is not known. Expected one of 'dot', 'cosine', 'asymmetric'."
 POLICY = "is not known. Expected one of 'highest_loss', 'random'."
+MODE = "is not known. Expected one of 'auto', 'in_run', 'pass'."
 ON_ERROR = "is not known. Expected one of 'warn', 'raise'."
 CHANNELS = "Expected one finite number a channel in both, `std` above 0."
 ADAPTER = "Expected an instance of an `Adapter` subclass."
@@ -100,6 +101,14 @@ ARGUMENTS = [
     ({"time_budget": 0}, ValueError, f"`time_budget=0` is out of range. {SHARE}"),
     ({"time_budget": float("nan")}, ValueError, f"`time_budget=nan` is out of range. {SHARE}"),
     *flag("final_pass"),
+    ({"mode": "inrun"}, ValueError, f"`mode='inrun'` {MODE}"),
+    ({"mode": None}, ValueError, f"`mode=None` {MODE}"),
+    (
+        {"mode": "in_run", "mislabel_score": None},
+        ValueError,
+        "`mode='in_run'` and `mislabel_score=None` contradict each other: the first needs training steps to be "
+        "watched. Leave one of them out.",
+    ),
     ({"loss_fn": 3}, TypeError, f"`loss_fn=3` is an int. {LOSS}"),
     ({"loss_fn": nn.MSELoss}, TypeError, f"`loss_fn={nn.MSELoss!r}` is a type. {LOSS}"),
     ({"adapter": "mine"}, TypeError, f"`adapter='mine'` is a str. {ADAPTER}"),
