@@ -189,32 +189,38 @@ class Shortlist:
         if len(self._rows) == len(self._tapped):
             return 1.0, torch.zeros(unread.shape[1], dtype=torch.float64)
         total = len(unread) * self._top_k
-        num_beyond = len(unread) * (len(self._tapped) - len(self._rows)) - int(unread.sum())
+        edges = _edges(self._depth)
+        widths = edges.diff()
+        num_unread = torch.zeros(len(edges), dtype=torch.float64)
+        of_place = torch.arange(len(widths)).repeat_interleave(widths)[: unread.shape[1]]
+        num_unread.index_add_(0, of_place, unread.sum(0).double())
+        num_unread[-1] = len(unread) * (len(self._tapped) - len(self._rows)) - int(unread.sum())
+        hits, counts = self._count(lists, edges)
         low, high = 0.0, 1.0
         for _ in range(12):  # what is missed shifts the end of the lists that are known, and with it what is missed
             recall = (low + high) / 2
-            chances, beyond = self._chances(lists, recall)
-            missed = float((chances * unread).sum()) + beyond * num_beyond
+            # Members among what was read, by its own order: the last ones are none if others are missed.
+            weights = (recall * self._top_k - torch.arange(len(hits), dtype=torch.float64)).clamp(0, 1)
+            chances = (weights @ hits + PRIOR_COUNT * _prior(edges, self._top_k)) / (counts + PRIOR_COUNT)
+            missed = float(chances @ num_unread)
             low, high = (recall, high) if recall < 1 - missed / total else (low, recall)
-        return recall, chances
+        return recall, chances[of_place]
 
-    def _chances(self, lists: slice, recall: float) -> tuple[Tensor, float]:
-        """Chance of each place of a list to hold one of its true members, ``[depth]``, and of a place beyond."""
-        # Members among what was read, by its own order: the last ones are none if others are missed.
+    def _count(self, lists: slice, edges: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of the samples read stood in each bin of places, and of them the first, second, ... of a list.
+
+        Returns:
+            The latter ``[top_k, bins]``, the former ``[bins]``; the last bin is for places beyond all edges.
+        """
         scores, places = self._scores[lists], self._places[lists]
-        order = scores.topk(min(self._top_k, scores.shape[1]), dim=1).indices
-        place = torch.arange(order.shape[1], dtype=torch.float64)
-        weights = (recall * self._top_k - place).clamp(0, 1).expand(len(order), -1)
-        members = torch.zeros(scores.shape, dtype=torch.float64).scatter_(1, order, weights)
-        edges = _edges(self._depth)
-        prior = torch.sigmoid((self._top_k - edges[:-1].double() - 0.5) / PRIOR_WIDTH)
-        prior = torch.cat([prior, prior.new_zeros(1)])
-        members = members[:, -places.shape[1] :]
-        bins = torch.bucketize(places, edges[1:], right=True).flatten()
-        hits = torch.zeros_like(prior).index_add_(0, bins, members.flatten())
-        counts = torch.bincount(bins, minlength=len(prior)).double()
-        chances = (hits + PRIOR_COUNT * prior) / (counts + PRIOR_COUNT)
-        return chances[:-1].repeat_interleave(edges.diff()), float(chances[-1])
+        bins = torch.bucketize(places, edges[1:], right=True)
+        counts = torch.bincount(bins.flatten(), minlength=len(edges)).double()
+        best = scores.topk(min(self._top_k, scores.shape[1]), dim=1).indices - (scores.shape[1] - bins.shape[1])
+        is_fitted = best >= 0
+        hits = torch.zeros(best.shape[1], len(edges), dtype=torch.float64)
+        where = torch.arange(best.shape[1]) * len(edges) + bins.gather(1, best.clamp(min=0))
+        hits.view(-1).index_add_(0, where[is_fitted], torch.ones(int(is_fitted.sum()), dtype=torch.float64))
+        return hits, counts
 
     def _rank(self) -> tuple[Tensor, Tensor]:
         """Rows in the first places of each list, by what is known now, and their scores, both ``[L, depth]``."""
@@ -301,6 +307,12 @@ def _scale(tapped: TappedBlock) -> float:
     """A factor that makes logits as large as features, so that one penalty suits both."""
     features, logits = (values[:BLOCK_ROWS].float() for values in (tapped.features, tapped.logits))
     return float(features.square().mean().sqrt() / logits.square().mean().sqrt().clamp(min=1e-6))
+
+
+def _prior(edges: Tensor, top_k: int) -> Tensor:
+    """Chance of each bin to hold members before anything is known; none beyond all edges."""
+    chances = torch.sigmoid((top_k - edges[:-1].double() - 0.5) / PRIOR_WIDTH)
+    return torch.cat([chances, chances.new_zeros(1)])
 
 
 def _edges(depth: int) -> Tensor:
