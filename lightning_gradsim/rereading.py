@@ -22,6 +22,8 @@ from lightning_gradsim.train_pass import SampleReader
 LISTS = ("harmful", "look_alikes", "teachers")
 PROBE_SHARE, MIN_PROBE, MAX_PROBE = 0.03, 64, 1024
 """Samples that are read before anything is chosen."""
+MAX_SHARE = 1.0
+"""Share of the samples shown by training steps that is read at most: none is a limit but the time."""
 UNSEEN_SHARE = 0.125
 """Share of the samples that no training step has shown which is read, drawn at random."""
 MAX_UNSEEN = 0.5
@@ -221,7 +223,7 @@ class Rereading:
             ),
             lambda logits, targets: output_grads(self._adapter, logits, targets),
             top_k=self._settings.top_k,
-            max_rows=len(self._tapped),
+            max_rows=int(MAX_SHARE * len(self._tapped)),
             num_probe=len(self._probe()),
             seed=self._seed,
             similarity=self._settings.similarity,

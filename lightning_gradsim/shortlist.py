@@ -15,11 +15,9 @@ BLOCK_ROWS = 8192
 """Samples whose features are mapped and scored together."""
 DEPTH_FACTOR = 64
 """Places of a list of which samples may be chosen, as a multiple of its length."""
-NUM_ROUNDS = 3
+NUM_ROUNDS = 4
 """Readings after the probe: each one corrects the map for the next."""
 TARGET_RECALL = 0.95
-MARGIN = 0.01
-"""Estimated recall beyond the target that a round aims at."""
 PENALTIES = tuple(10.0**power for power in range(-4, 4))
 """Ridge penalties tried, as multiples of the inputs' mean square."""
 MAX_FITTED = 2048
@@ -180,7 +178,7 @@ class Shortlist:
             self._next = None
             return
         gains, order = gains.sort(descending=True, stable=True)
-        number = int((missed - gains.cumsum(0) > (1 - TARGET_RECALL - MARGIN) * total).sum()) + 1
+        number = int((missed - gains.cumsum(0) > (1 - TARGET_RECALL) * total).sum()) + 1
         number = min(number, -(-room // (NUM_ROUNDS - self._num_rounds)), int((gains > 0).sum()))
         self._next = order[:number] if number else None
 
