@@ -22,6 +22,8 @@ PENALTIES = tuple(10.0**power for power in range(-4, 4))
 """Ridge penalties tried, as multiples of the inputs' mean square."""
 MAX_FITTED = 2048
 """Samples that a map is fitted to at most."""
+MAX_WIDTH = 256
+"""Features of which maps are made; of wider heads, that many directions in which features differ most."""
 PRIOR_WIDTH = 3.0
 """Places over which a list's end is blurred before anything is known."""
 PRIOR_COUNT = 4.0
@@ -126,6 +128,7 @@ class Shortlist:
         self._places = order[:0].expand(num_lists, 0)  # that it would have if it were not, [L, read]
         self._num_rounds = 0
         self._scale = _scale(tapped)
+        self._basis = _basis(tapped, seed)
         self._is_positive = bool((tapped.features >= 0).all())
 
     def next_rows(self) -> Tensor | None:
@@ -261,34 +264,43 @@ class Shortlist:
         return torch.cat(parts)
 
     def _inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the map, float64 ``[rows, r]``, and what it corrects, ``[rows, i]``."""
+        """Inputs of the map, float64 ``[rows, r]``, and what it corrects, float32 ``[rows, i]``."""
         tapped = self._tapped
-        averages = tapped.averages[rows].double()
+        averages = tapped.averages[rows].float()
         logits = tapped.logits[rows].double()
         logits = self._scale * (logits - logits.mean(1, keepdim=True) if logits.shape[1] > 1 else logits)
         ones = torch.ones(len(rows), 1, dtype=torch.float64)
-        return torch.cat([tapped.features[rows].double(), averages, logits, ones], dim=1), averages
+        own = (self._narrowed(each).double() for each in (tapped.features[rows].float(), averages))
+        return torch.cat([*own, logits, ones], dim=1), averages
+
+    def _narrowed(self, features: Tensor) -> Tensor:
+        return features if self._basis is None else features @ self._basis
+
+    def _widened(self, averages: Tensor, change: Tensor) -> Tensor:
+        """Features after a change from the averages."""
+        change = change.to(averages.dtype)
+        return self._clipped(averages + (change if self._basis is None else change @ self._basis.T))
 
     def _fit(self) -> tuple[Tensor, Tensor]:
         """The map ``[r, i]``, and what maps without each sample make of those read, ``[read, i]``."""
         inputs, averages = self._inputs(self._rows[-MAX_FITTED:])
-        left, sizes, right = torch.linalg.svd(inputs, full_matrices=False)
-        wanted = self._features[-MAX_FITTED:].double() - averages
-        projected = left.T @ wanted
+        squares, right = torch.linalg.eigh(inputs.T @ inputs)  # rather than singular values, which take longer
+        turned, squares = inputs @ right, squares.clamp(min=0)
+        wanted = self._narrowed(self._features[-MAX_FITTED:].float() - averages).double()
+        projected = turned.T @ wanted
         best = float("inf")
         for penalty in PENALTIES:
-            squares = sizes.square()
-            kept = squares / (squares + penalty * squares.mean())
-            errors = (wanted - left @ (kept[:, None] * projected)) / (1 - left.square() @ kept).clamp(min=1e-3)[:, None]
+            weights = 1 / (squares + penalty * squares.mean()).clamp(min=1e-30)
+            coefficients = weights[:, None] * projected
+            errors = (wanted - turned @ coefficients) / (1 - turned.square() @ weights).clamp(min=1e-3)[:, None]
             if float(errors.square().mean()) < best:
                 best = float(errors.square().mean())
-                solution = right.T @ ((kept / sizes.clamp(min=1e-30))[:, None] * projected)
-                left_out = self._clipped(self._features[-MAX_FITTED:].double() - errors)
+                solution, left_out = right @ coefficients, self._widened(averages, wanted - errors)
         return solution, left_out
 
     def _mapped(self, rows: Tensor) -> Tensor:
         inputs, averages = self._inputs(rows)
-        return self._clipped(averages + inputs @ self._map)
+        return self._widened(averages, inputs @ self._map)
 
     def _clipped(self, features: Tensor) -> Tensor:
         # After a ReLU there is nothing below zero, and the map does not know.
@@ -305,6 +317,21 @@ def _scale(tapped: TappedBlock) -> float:
     """A factor that makes logits as large as features, so that one penalty suits both."""
     features, logits = (values[:BLOCK_ROWS].float() for values in (tapped.features, tapped.logits))
     return float(features.square().mean().sqrt() / logits.square().mean().sqrt().clamp(min=1e-6))
+
+
+def _basis(tapped: TappedBlock, seed: int) -> Tensor | None:
+    """Directions in which features of a wide head differ most, ``[i, MAX_WIDTH]``, by a randomised range finder."""
+    width = tapped.features.shape[1]
+    if width <= MAX_WIDTH:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(len(tapped), generator=generator)[:MAX_FITTED]
+    features = tapped.averages[rows].float()
+    features = features - features.mean(0)
+    basis = torch.randn(width, MAX_WIDTH, generator=generator)
+    for _ in range(2):
+        basis = torch.linalg.qr(features.T @ (features @ basis)).Q
+    return basis
 
 
 def _prior(edges: Tensor, top_k: int) -> Tensor:

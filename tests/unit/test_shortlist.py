@@ -170,6 +170,20 @@ def test_leave_one_out_is_what_a_map_without_the_sample_makes_of_it(monkeypatch)
         torch.testing.assert_close(left_out[row], expected.float(), rtol=1e-3, atol=1e-4)
 
 
+def test_of_wide_heads_the_main_directions_are_mapped(monkeypatch):
+    world = World(noise=0.0)
+    whole, _ = world.read()
+    monkeypatch.setattr(shortlist, "MAX_WIDTH", 5)
+    chosen, batches = world.read()
+    assert chosen._basis.shape == (FEATURES, 5)
+    torch.testing.assert_close(chosen._basis.T @ chosen._basis, torch.eye(5), rtol=1e-4, atol=1e-5)
+    old = world.tapped.features.float()
+    change, errors = world.now - old, [each._mapped(torch.arange(N)) - world.now for each in (whole, chosen)]
+    assert errors[0].norm() < 0.1 * errors[1].norm()  # one of six directions stays as it was
+    assert errors[1].norm() < 0.7 * change.norm()
+    assert world.recall(batches) > 0.9
+
+
 def test_features_behind_a_relu_stay_positive():
     world = World(noise=0.3, relu=True)
     chosen, _ = world.read()
