@@ -264,13 +264,13 @@ class Shortlist:
         return torch.cat(parts)
 
     def _inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the map, float64 ``[rows, r]``, and what it corrects, float32 ``[rows, i]``."""
+        """Inputs of the map ``[rows, r]``, and what it corrects, ``[rows, i]``, both float32."""
         tapped = self._tapped
         averages = tapped.averages[rows].float()
-        logits = tapped.logits[rows].double()
+        logits = tapped.logits[rows].float()
         logits = self._scale * (logits - logits.mean(1, keepdim=True) if logits.shape[1] > 1 else logits)
-        ones = torch.ones(len(rows), 1, dtype=torch.float64)
-        own = (self._narrowed(each).double() for each in (tapped.features[rows].float(), averages))
+        ones = averages.new_ones(len(rows), 1)
+        own = (self._narrowed(each) for each in (tapped.features[rows].float(), averages))
         return torch.cat([*own, logits, ones], dim=1), averages
 
     def _narrowed(self, features: Tensor) -> Tensor:
@@ -284,6 +284,7 @@ class Shortlist:
     def _fit(self) -> tuple[Tensor, Tensor]:
         """The map ``[r, i]``, and what maps without each sample make of those read, ``[read, i]``."""
         inputs, averages = self._inputs(self._rows[-MAX_FITTED:])
+        inputs = inputs.double()
         squares, right = torch.linalg.eigh(inputs.T @ inputs)  # rather than singular values, which take longer
         turned, squares = inputs @ right, squares.clamp(min=0)
         wanted = self._narrowed(self._features[-MAX_FITTED:].float() - averages).double()
@@ -300,7 +301,7 @@ class Shortlist:
 
     def _mapped(self, rows: Tensor) -> Tensor:
         inputs, averages = self._inputs(rows)
-        return self._widened(averages, inputs @ self._map)
+        return self._widened(averages, inputs @ self._map.to(inputs.dtype))
 
     def _clipped(self, features: Tensor) -> Tensor:
         # After a ReLU there is nothing below zero, and the map does not know.

@@ -159,7 +159,7 @@ def test_leave_one_out_is_what_a_map_without_the_sample_makes_of_it(monkeypatch)
     chosen, batches = world.read(max_rows=25, num_probe=25)
     rows = torch.cat(batches)
     _, left_out = chosen._fit()
-    inputs, averages = chosen._inputs(rows)
+    inputs, averages = (part.double() for part in chosen._inputs(rows))
     wanted = world.now[rows].double() - averages
     penalty = 0.1 * torch.linalg.svdvals(inputs).square().mean()
     for row in range(len(rows)):
