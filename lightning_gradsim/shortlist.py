@@ -197,12 +197,13 @@ class Shortlist:
         num_unread.index_add_(0, of_place, unread.sum(0).double())
         num_unread[-1] = len(unread) * (len(self._tapped) - len(self._rows)) - int(unread.sum())
         hits, counts = self._count(lists, edges)
+        prior = PRIOR_COUNT * _prior(edges, self._top_k)
         low, high = 0.0, 1.0
         for _ in range(12):  # what is missed shifts the end of the lists that are known, and with it what is missed
             recall = (low + high) / 2
             # Members among what was read, by its own order: the last ones are none if others are missed.
             weights = (recall * self._top_k - torch.arange(len(hits), dtype=torch.float64)).clamp(0, 1)
-            chances = (weights @ hits + PRIOR_COUNT * _prior(edges, self._top_k)) / (counts + PRIOR_COUNT)
+            chances = (weights @ hits + prior) / (counts + PRIOR_COUNT)
             missed = float(chances @ num_unread)
             low, high = (recall, high) if recall < 1 - missed / total else (low, recall)
         return recall, chances[of_place]

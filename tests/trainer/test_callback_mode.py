@@ -180,6 +180,15 @@ def test_samples_that_were_not_drawn_are_read_at_random(tmp_path, data):
     assert max(report.recall.values()) <= 0.8 + 10 / 400
 
 
+def test_a_part_of_the_training_data_is_chosen_from(tmp_path, data, monkeypatch):
+    keep_suspects_of_the_pass(monkeypatch)
+    gradsim, _, recorder = fit(tmp_path, in_run(mode="auto", max_train_samples=200), train=loader(data), max_epochs=3)
+    _, chosen, last = recorder.reports
+    assert "of 200 training samples, " + CHOSEN in chosen.reference
+    assert set(chosen.suspects.sample_ids.tolist()) < set(last.suspects.sample_ids.tolist())
+    assert read(gradsim).num_train_samples == 200
+
+
 def test_nothing_to_explain_reads_the_probe(tmp_path, data):
     x, _ = val_data().tensors
     right = torch.utils.data.TensorDataset(x, Still()(x).argmax(1))
