@@ -1,32 +1,34 @@
-"""How much of the exact lists the tap's shortlists hold, and how much is read for it, against a full pass of the head.
+"""How much of the exact lists reports in the run hold, and what they cost, beside a full pass at the same moments.
 
-Trains in a plain loop with the tap of the product. At the end of each epoch from the second on, the misclassified
-validation samples of highest loss are the queries; the exact lists are those of `run_pass` over all training samples.
+Each network is trained with two callbacks of the product: `mode="in_run"`, and a pass over all training samples of the
+same queries. Rows are of the epochs from the second on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
-from collections.abc import Callable
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning
 import numpy as np
 import torch
 import torch.nn.functional as F
 from engine_models import ConvNet
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.engine import EngineSettings, PassResult, run_pass
-from lightning_gradsim.head_gradients import output_grads
-from lightning_gradsim.query_side import QueryBatch
-from lightning_gradsim.shortlist import HeadQueries, HeadWeights, Shortlist
-from lightning_gradsim.tap import Tap
-from lightning_gradsim.tapped_samples import TappedSamples
+from lightning_gradsim import GradSimCallback, Report, reporter, rereading
 
 NUM_QUERIES, TOP_K, TOP, BATCH_SIZE = 32, 8, 5, 32
 FLIP_SHARE = 0.1
@@ -35,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
-COLUMNS = ("read", "floor", "recall", "true", "estimated", *LISTS, "flipped", "flipped exact", "errors")
+COLUMNS = ("read", "floor", *LISTS, "recall", "estimated", "flipped", "flipped exact", "seconds", "seconds exact")
 
 
 def mlp() -> nn.Module:
@@ -96,119 +98,126 @@ SETTINGS: dict[str, tuple[str, Callable[[], nn.Module], str, int]] = {
 }
 
 
-def run(setting: str, seed: int, options: argparse.Namespace) -> list[dict[str, float]]:
+class Net(LightningModule):
+    """A network that learns to classify."""
+
+    def __init__(self, net: nn.Module, optimizer: str) -> None:
+        super().__init__()
+        self.net, self.optimizer = net, optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self.net(x)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The mean loss of a batch."""
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing: the callbacks look for themselves."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer of the setting."""
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+class Comparison(Callback):
+    """Compares two reports after every validation."""
+
+    def __init__(self, ours: GradSimCallback, exact: GradSimCallback, flipped: Tensor, seconds: list[float]) -> None:
+        self.ours, self.exact, self.flipped, self.seconds = ours, exact, flipped, seconds
+        self.rows: list[dict[str, float]] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare."""
+        ours, exact = self.ours.report, self.exact.report
+        if trainer.sanity_checking or ours is None or exact is None:
+            return
+        seconds, self.seconds[:] = list(self.seconds), []
+        if ours.recall:
+            times = dict(zip(("seconds", "seconds exact"), seconds, strict=True))
+            self.rows.append({"epoch": ours.epoch, **compare(ours, exact, self.flipped), **times})
+
+
+def compare(ours: Report, exact: Report, flipped: Tensor) -> dict[str, float]:
+    """What one report holds of another one's lists."""
+    assert ours.recall is not None
+    assert [query.sample_id for query in ours.queries] == [query.sample_id for query in exact.queries]
+    held: dict[str, list[bool]] = {name: [] for name in LISTS}
+    for query, expected in zip(ours.queries, exact.queries, strict=True):
+        for name in LISTS:
+            found = {sample.sample_id for sample in getattr(query, name)}
+            held[name] += [sample.sample_id in found for sample in getattr(expected, name)]
+    members = {sample.sample_id for query in exact.queries for name in LISTS for sample in getattr(query, name)}
+    return {
+        "read": ours.share_read,
+        "floor": len(members) / exact.num_train_samples,
+        **{name: statistics.mean(values) for name, values in held.items()},
+        "recall": statistics.mean(statistics.mean(values) for values in held.values()),
+        "estimated": statistics.mean(ours.recall.values()),
+        "flipped": flipped_share(ours, flipped),
+        "flipped exact": flipped_share(exact, flipped),
+        "errors": ours.num_errors,
+    }
+
+
+def flipped_share(report: Report, flipped: Tensor) -> float:
+    """Share of truly wrong labels among the first of the harmful samples."""
+    return statistics.mean(
+        float(flipped[sample.sample_id]) for query in report.queries for sample in query.harmful[:TOP]
+    )
+
+
+def run(setting: str, seed: int) -> list[dict[str, float]]:
     """A row for each epoch from the second on."""
-    data, make_net, optimizer_name, epochs = SETTINGS[setting]
+    data, make_net, optimizer, epochs = SETTINGS[setting]
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     inputs, given, true, num_validation = load(data, generator)
     order = torch.randperm(len(inputs), generator=generator)
     validation, train = order[:num_validation], order[num_validation:]
-    net, adapter = make_net(), Adapter()
-    optimizer = OPTIMIZERS[optimizer_name](net.parameters())
-    adapter.bind(net)
-    samples = TappedSamples(2**28)
-    tap, step, rows = Tap(adapter, samples.update), 0, []
-    x, y = inputs[train], given[train]
-    for epoch in range(epochs):
-        net.train()
-        for ids in torch.randperm(len(x), generator=generator).split(BATCH_SIZE):
-            tap.begin_step(net, (x[ids], y[ids]), ids, step)
-            loss = F.cross_entropy(net(x[ids]), y[ids])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            tap.end_step(loss)
-            step += 1
-        tap.flush()
-        net.eval()
-        if epoch:
-            at_hand = (net, adapter, tap, samples)
-            flipped = y != true[train]
-            rows.append(measure(at_hand, (x, y), (inputs[validation], true[validation]), flipped, options, epoch))
-    return rows
+    options: dict[str, Any] = {"num_queries": NUM_QUERIES, "top_k": TOP_K, "time_budget": None, "on_error": "raise"}
+    ours = GradSimCallback(mode="in_run", seed=seed, **options)
+    exact = GradSimCallback(mislabel_score=None, name="exact", **options)
+    comparison = Comparison(ours, exact, given[train] != true[train], seconds := [])
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=epochs,
+            logger=False,
+            default_root_dir=directory,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[ours, exact, comparison],
+        )
+        with timed_scoring(seconds):
+            trainer.fit(
+                Net(make_net(), optimizer),
+                DataLoader(TensorDataset(inputs[train], given[train]), BATCH_SIZE, shuffle=True, generator=generator),
+                DataLoader(TensorDataset(inputs[validation], true[validation]), 256),
+            )
+    return comparison.rows
 
 
-def measure(
-    at_hand: tuple[nn.Module, Adapter, Tap, TappedSamples],
-    train: tuple[Tensor, Tensor],
-    validation: tuple[Tensor, Tensor],
-    flipped: Tensor,
-    options: argparse.Namespace,
-    seed: int,
-) -> dict[str, float]:
-    """The lists of a full pass, and what the shortlists hold of them."""
-    net, adapter, tap, samples = at_hand
-    x, y = train
-    features, logits = outputs(tap, net, validation[0])
-    losses = F.cross_entropy(logits, validation[1], reduction="none")
-    wrong = (logits.argmax(1) != validation[1]).nonzero().flatten()
-    queries = wrong[losses[wrong].argsort(descending=True)][:NUM_QUERIES]
-    batch = validation[0][queries], validation[1][queries]
-    exact = lists_of(net, adapter, batch, (x, y), torch.arange(len(x)))
+@contextmanager
+def timed_scoring(seconds: list[float]) -> Iterator[None]:
+    """Note the seconds of each scoring, queries and choice included; pictures are not drawn."""
+    score, draw = reporter.score_part, reporter.mistake_panel
 
-    tapped = samples.compute()
-    assert tapped is not None
-    assert tap.head is not None
-    z, layer = logits[queries], tap.head[1]
-    heads = HeadQueries(features[queries], output_grads(adapter, z, batch[1]), output_grads(adapter, z, z.argmax(1)))
-    chosen = Shortlist(
-        tapped,
-        HeadWeights(layer.weight.detach(), layer.bias.detach(), trains_bias=True),
-        heads,
-        lambda logits, targets: output_grads(adapter, logits, targets),
-        top_k=TOP_K,
-        max_rows=int(options.limit * len(x)),
-        num_probe=int(options.probe * len(x)),
-        seed=seed,
-        weights=options.weights,
-    )
-    read = []
-    while (rows := chosen.next_rows()) is not None:
-        read.append(tapped.ids[rows])
-        chosen.update(outputs(tap, net, x[read[-1]])[0])
-    ids = torch.cat(read)
-    found = lists_of(net, adapter, batch, (x, y), ids.sort().values)
-    known = set(ids.tolist())
-    held = {name: [i in known for query in exact for i in query[name]] for name in LISTS}
-    everything = [each for name in LISTS for each in held[name]]
-    assert chosen.recall is not None
-    return {
-        "read": len(known) / len(x),
-        "floor": len({i for query in exact for name in LISTS for i in query[name]}) / len(x),
-        "recall": statistics.mean(everything),
-        "true": sum(w * statistics.mean(held[n]) for w, n in zip(options.weights, LISTS, strict=True))
-        / sum(options.weights),
-        "estimated": chosen.recall,
-        **{name: statistics.mean(values) for name, values in held.items()},
-        "flipped": statistics.mean(float(flipped[i]) for query in found for i in query["harmful"][:TOP]),
-        "flipped exact": statistics.mean(float(flipped[i]) for query in exact for i in query["harmful"][:TOP]),
-        "errors": len(wrong),
-    }
+    def timed(*args: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        part = score(*args, **options)
+        seconds.append(time.perf_counter() - begin)
+        return part
 
-
-def outputs(tap: Tap, net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Features of the head and logits."""
-    assert tap.head is not None
-    seen: list[Tensor] = []
-    handle = tap.head[1].register_forward_hook(lambda _, args, __: seen.append(args[0]))
-    with torch.no_grad():
-        logits = torch.cat([net(part) for part in x.split(256)])
-    handle.remove()
-    return torch.cat(seen), logits
-
-
-def lists_of(
-    net: nn.Module, adapter: Adapter, queries: tuple[Tensor, Tensor], train: tuple[Tensor, Tensor], ids: Tensor
-) -> list[dict[str, list[int]]]:
-    """Exact lists over the given training samples."""
-    query_batch = QueryBatch(range(len(queries[1])), queries)
-    batches = ((part, (train[0][part], train[1][part])) for part in ids.split(256))
-    result: PassResult = run_pass(net, adapter, [query_batch], batches, EngineSettings(top_k=TOP_K))
-    return [
-        {name: [sample.sample_id for sample in getattr(query, name)] for name in LISTS}
-        for query in result.queries.values()
-    ]
+    vars(reporter).update(score_part=timed, mistake_panel=lambda *_, **__: np.zeros((4, 4, 3), np.uint8))
+    try:
+        yield
+    finally:
+        vars(reporter).update(score_part=score, mistake_panel=draw)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -216,26 +225,37 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--limit", type=float, default=0.12, help="largest share of the training samples read")
-    parser.add_argument("--probe", type=float, default=0.03, help="share of them that is drawn at random")
-    parser.add_argument("--weights", type=float, nargs=3, default=[1, 1, 1], help="of " + ", ".join(LISTS))
+    parser.add_argument("--limit", type=float, default=1.0, help="largest share of the training samples read")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    limit, rereading.MAX_SHARE = rereading.MAX_SHARE, options.limit
+    try:
+        results = measure_all(options)
+    finally:
+        rereading.MAX_SHARE = limit
+    if options.json is not None:
+        versions = {"torch": torch.__version__, "lightning": lightning.__version__}
+        text = json.dumps({"setting": {"limit": options.limit, **versions}, "results": results}, indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+def measure_all(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Rows by setting; a line of means is printed for each."""
     results: dict[str, list[dict[str, float]]] = {}
-    print(f"{'setting':20}" + "".join(f"{name:>14}" for name in COLUMNS) + f"{'|est - true|':>16}")
+    print(f"{'setting':20}" + "".join(f"{name:>14}" for name in (*COLUMNS, "cost", "|est - true|")))
     for setting in options.only:
         if setting.startswith("cifar") and not os.environ.get("GRADSIM_DATA"):
             print(f"{setting:20} left out: the environment variable GRADSIM_DATA names no folder with cifar10n_10k.npz")
             continue
-        rows = [row for seed in options.seeds for row in run(setting, seed, options)]
-        means = {name: statistics.mean(row[name] for row in rows) for name in COLUMNS}
-        off = statistics.mean(abs(row["estimated"] - row["true"]) for row in rows)
-        print(f"{setting:20}" + "".join(f"{means[name]:14.3f}" for name in COLUMNS) + f"{off:16.3f}", flush=True)
+        rows = [row for seed in options.seeds for row in run(setting, seed)]
+        values = [statistics.mean(row[name] for row in rows) for name in COLUMNS]
+        values.append(statistics.median(row["seconds"] / row["seconds exact"] for row in rows))
+        values.append(statistics.mean(abs(row["estimated"] - row["recall"]) for row in rows))
+        print(f"{setting:20}" + "".join(f"{value:14.3f}" for value in values), flush=True)
         results[setting] = rows
-    if options.json is not None:
-        setting = {"limit": options.limit, "probe": options.probe, "torch": torch.__version__}
-        options.json.write_text(json.dumps({"setting": setting, "results": results}, indent=1) + "\n", encoding="utf-8")
+    return results
 
 
 if __name__ == "__main__":

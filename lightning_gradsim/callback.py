@@ -32,12 +32,14 @@ from lightning_gradsim.reporter import Reporter, ReporterSettings
 from lightning_gradsim.schedule import Moment, Schedule
 from lightning_gradsim.scores import Similarity
 from lightning_gradsim.supervision import Supervisor
-from lightning_gradsim.training_watch import TrainingWatch
+from lightning_gradsim.training_watch import FIRST_EPOCH, TrainingWatch
 from lightning_gradsim.true_labels import TrueLabels
 from lightning_gradsim.trusted_validation import validation_readers
 from lightning_gradsim.visit_statistics import InRunSettings
 
 STATE_VERSION = 2
+Mode = Literal["auto", "in_run", "pass"]
+MODES = ("auto", "in_run", "pass")
 logger = logging.getLogger(__name__)
 
 
@@ -68,6 +70,10 @@ class GradSimCallback(Callback):
             many training samples as fit, taking turns until all were read, and a validation for which too little is
             left is passed over. The first and the last report may read for a second in any case.
         final_pass: Whether the last report of a run is against all training samples, beyond the budget if need be.
+        mode: ``"pass"``: a report is of one pass over the training data. ``"in_run"``: from the second epoch on, what
+            training steps have shown of the head tells which training samples may be in a list; those are read again
+            and scored exactly, and ``report.recall`` estimates what is missed; where steps tell nothing, it is a pass
+            again. ``"auto"``: the same, and the last report is of a pass over all of them.
         loss_fn: A criterion, or a function of (outputs, targets) that gives one loss a sample. By default the module's
             one criterion attribute, else cross-entropy for integer targets.
         adapter: Reads batches of an unusual form; by default pairs and mappings are read.
@@ -124,6 +130,7 @@ class GradSimCallback(Callback):
         last_epoch_only: bool = False,
         time_budget: float | None = 0.1,
         final_pass: bool = False,
+        mode: Mode = "pass",
         loss_fn: nn.Module | LossFunction | None = None,
         adapter: Adapter | None = None,
         train_data: Any = None,
@@ -156,6 +163,12 @@ class GradSimCallback(Callback):
                 "training steps. Leave one of them out."
             )
         is_loss = loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))
+        check_choice("mode", mode, MODES)
+        if mode == "in_run" and mislabel_score is None:
+            raise ValueError(
+                "`mode='in_run'` and `mislabel_score=None` contradict each other: the first needs training steps to be "
+                "watched. Leave one of them out."
+            )
         check_type("loss_fn", loss_fn, is_loss, "an instance of a criterion, or a function")
         is_adapter = adapter is None or isinstance(adapter, Adapter)
         check_type("adapter", adapter, is_adapter, "an instance of an `Adapter` subclass")
@@ -164,7 +177,8 @@ class GradSimCallback(Callback):
         self.name, self.on_error = name, on_error
         self.num_queries, self.query_policy, self.seed = num_queries, query_policy, seed
         self.loss_fn, self.adapter = loss_fn, adapter or Adapter()
-        self.time_budget, self.final_pass, self.trusted_val = time_budget, final_pass, trusted_val
+        self.time_budget, self.mode, self.trusted_val = time_budget, mode, trusted_val
+        self.final_pass = final_pass or mode == "auto"
         self.settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget)
         self.report: Report | None = None
         self._schedule = Schedule(every_n_epochs, every_n_steps, warmup_epochs, last_epoch_only)
@@ -414,15 +428,20 @@ class GradSimCallback(Callback):
         with self._supervisor.protected(trainer, self._moment.epoch, directory):
             self._supervisor.stage = "the choice of queries"
             found = self._supervisor.on_all_ranks(
-                trainer, lambda: (collector.result(), bridge.buffers_to_share(trainer, module))
+                trainer,
+                lambda: (
+                    collector.result(),
+                    bridge.buffers_to_share(trainer, module),
+                    None if self.mode == "pass" else self._watch.why_not_tapped(self._moment.epoch),
+                ),
             )
-            selection, buffers = merge_selections([each for each, _ in found]), found[0][1]
+            selection, (_, buffers, reason) = merge_selections([each for each, *_ in found]), found[0]
             self._supervisor.stage = "the report"
             begin = self._clock.seconds
             scored = self._supervisor.on_all_ranks(
                 trainer,
                 lambda: (
-                    self._score(trainer, module, selection, buffers, in_full=in_full),
+                    self._score(trainer, module, selection, buffers, self._reading(trainer, reason, in_full=in_full)),
                     self._watch.visits_of_pass(),
                 ),
             )
@@ -456,11 +475,8 @@ class GradSimCallback(Callback):
         module: LightningModule,
         selection: QuerySelection,
         buffers: Mapping[str, Tensor],
-        *,
-        in_full: bool,
+        reading: Reading,
     ) -> Part:
-        is_free = in_full or bridge.is_trial_run(trainer)
-        seconds = None if is_free else self._budget.reading_seconds(is_last=self._moment.ends_run)
         with bridge.silenced(module), with_buffers(module, buffers):
             return self._reporter.score(
                 module,
@@ -469,7 +485,7 @@ class GradSimCallback(Callback):
                 replace(
                     bridge.run_context(trainer, module), observe=self._watch.observer(trainer, self._reporter.num_ids)
                 ),
-                Reading(seconds, self._num_read, trainer.global_rank, trainer.world_size),
+                reading,
                 bridge.num_trial_batches(trainer),
             )
 
@@ -496,6 +512,15 @@ class GradSimCallback(Callback):
             return found, [f"suspects are ranked without the validation labels: {problem}" for problem in problems]
 
         return self._supervisor.on_all_ranks(trainer, work)[0]
+
+    def _reading(self, trainer: Trainer, reason: str | None, *, in_full: bool) -> Reading:
+        is_free = in_full or bridge.is_trial_run(trainer)
+        seconds = None if is_free else self._budget.reading_seconds(is_last=self._moment.ends_run)
+        reading = Reading(seconds, self._num_read, trainer.global_rank, trainer.world_size)
+        if is_free or self.mode == "pass":
+            return reading
+        tapped = None if reason is not None else self._watch.tapped()
+        return replace(reading, tapped=tapped, reason=reason, is_first=reason == FIRST_EPOCH)
 
     def _make_report(
         self, trainer: Trainer, selection: QuerySelection, parts: Sequence[Part]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,14 @@ from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import make_plan
-from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch, QueryRecords, prepare_queries, query_reports
+from lightning_gradsim.query_side import (
+    NUM_WITNESSES,
+    QueryBatch,
+    QueryRecords,
+    QuerySide,
+    prepare_queries,
+    query_reports,
+)
 from lightning_gradsim.report import QueryReport
 from lightning_gradsim.sample_statistics import merge_suspects
 from lightning_gradsim.scorer import Scorer
@@ -116,6 +123,32 @@ class ShardResult:
     needed_bytes: int | None = None
 
 
+@runtime_checkable
+class Rounds(Protocol):
+    """Training samples of which each round is chosen by what the rounds before have shown."""
+
+    def batches(self, queries: QuerySide | None) -> Iterable[Iterable[tuple[Tensor, Any]]]:
+        """Rounds of sample ids ``[B]`` and batch, on the module's device, each id once; ``None`` without queries."""
+        ...
+
+    def see(self, ids: Tensor, factors: Mapping[str, Factors]) -> None:
+        """Take in the gradients of samples of the round at hand, by layer."""
+        ...
+
+
+class _OneRound:
+    """All samples, whatever they show."""
+
+    def __init__(self, batches: Iterable[tuple[Tensor, Any]]) -> None:
+        self._batches = batches
+
+    def batches(self, queries: QuerySide | None) -> Iterable[Iterable[tuple[Tensor, Any]]]:
+        return [self._batches]
+
+    def see(self, ids: Tensor, factors: Mapping[str, Factors]) -> None:
+        pass
+
+
 def run_pass(
     module: nn.Module,
     adapter: Adapter,
@@ -152,7 +185,7 @@ def score_shard(
     module: nn.Module,
     adapter: Adapter,
     query_batches: Sequence[QueryBatch],
-    train_batches: Iterable[tuple[Tensor, Any]],
+    train_batches: Iterable[tuple[Tensor, Any]] | Rounds,
     settings: EngineSettings,
     forward_context: ForwardContext = nullcontext,
     observe: Observer | None = None,
@@ -163,7 +196,8 @@ def score_shard(
         module: The user's module; it is left as found.
         adapter: Reads batches; bound to the module.
         query_batches: The queries, the same for every shard, on the module's device.
-        train_batches: Sample ids ``[B]`` and batch, on the module's device, each id once; may be empty.
+        train_batches: Sample ids ``[B]`` and batch, on the module's device, each id once; may be empty. Or rounds of
+            such.
         settings: Layers, similarity, length of the lists.
         forward_context: The precision context of the run.
         observe: Is shown sample ids, step and factors of everything that is read.
@@ -178,18 +212,21 @@ def score_shard(
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
     plan = None
+    rounds = train_batches if isinstance(train_batches, Rounds) else _OneRound(train_batches)
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         runner = BatchRunner(module, adapter, gradients, forward_context, settings.memory_budget)
         queries = prepare_queries(runner, query_batches, teachers=settings.teachers)
         num_query_gradients = 0 if queries is None else len(queries.squared_norms)
         num_kept = max(settings.top_k, NUM_WITNESSES)
         scorer = Scorer(queries, settings.similarity, num_kept, runner.memory_budget)
-        for ids, step, factors in runner.run_all(train_batches):
-            scorer.update(ids, step, factors)
-            if observe is not None:
-                observe(ids, step, factors)
-            if plan is None and len(ids):
-                plan = make_plan(module, gradients, runner, factors, num_query_gradients, queries)
+        for batches in rounds.batches(queries):
+            for ids, step, factors in runner.run_all(batches):
+                scorer.update(ids, step, factors)
+                rounds.see(ids, factors)
+                if observe is not None:
+                    observe(ids, step, factors)
+                if plan is None and len(ids):
+                    plan = make_plan(module, gradients, runner, factors, num_query_gradients, queries)
         names = [name for chosen in gradients.names_by_layer().values() for name in chosen]
     suspects = scorer.compute_suspects()
     scores, ids = (values.cpu() for values in scorer.top.compute())

@@ -20,6 +20,7 @@ from lightning_gradsim.memory import default_budget
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.query_side import QueryBatch
 from lightning_gradsim.report import QueryReport, Report
+from lightning_gradsim.rereading import NOTHING_CHOSEN, Finding, Rereading, Tapped
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import (
     SampleReader,
@@ -44,6 +45,10 @@ PARTIAL = (
     "only a part of the training samples was read, to keep within `time_budget`: each pass goes on where the last one "
     "stopped. Pass `final_pass=True` for all of them at the end, or a larger `time_budget=`"
 )
+FIRST_SHARE = 0.125
+"""Share of the training samples that is read while training steps tell too little."""
+MIN_FIRST = 512
+"""Training samples that are read then at least."""
 PANEL_QUERIES = 6
 PANEL_TILES = 4
 
@@ -76,12 +81,18 @@ class Reading:
         start: Where the last pass stopped, in the order of ``Reference.in_turn``.
         rank: Which of several processes reads; each reads a share.
         world_size: How many there are.
+        tapped: What training steps have shown, to choose by it what is read; ``None`` to choose nothing.
+        reason: Why there is nothing to choose by, in words, where there should be.
+        is_first: Whether a part will do, since training steps will tell more by the next time.
     """
 
     seconds: float | None = None
     start: int = 0
     rank: int = 0
     world_size: int = 1
+    tapped: Tapped | None = None
+    reason: str | None = None
+    is_first: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +102,16 @@ class Part:
     Attributes:
         shard: Of its share of the training samples.
         reached: The first place in the order of reading, over all processes, that this one left unread.
+        finding: What became of choosing what is read.
+        is_chosen: Whether samples were chosen by what training steps have shown.
+        is_first: Whether only a part was to be read.
     """
 
     shard: ShardResult
     reached: int
+    finding: Finding = NOTHING_CHOSEN
+    is_chosen: bool = False
+    is_first: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,18 +234,43 @@ def score_part(
         QueryBatch(positions, run.to_device(batch))
         for positions, batch in join_samples([query.data for query in selection.queries])
     ]
-    reader = reference.reader if reading.seconds is None else reference.in_turn(reading.start)
+    reader = reference.reader if reading.seconds is None and not reading.is_first else reference.in_turn(reading.start)
+    if reading.is_first:
+        reader = reader.choose(torch.arange(min(len(reader), max(MIN_FIRST, int(FIRST_SHARE * len(reader))))))
     share = reader.share(reading.rank, reading.world_size)
-    num_batches = -(-len(share) // share.batch_size)
-    batches = run.show_progress(until(share.batches(), reading.seconds), num_batches, "gradient similarity")
-    train_batches = ((ids, run.move(batch)) for ids, batch in batches)
+
+    def read(samples: SampleReader, seconds: float | None) -> Iterable[tuple[Tensor, Any]]:
+        num_batches = -(-len(samples) // samples.batch_size)
+        batches = run.show_progress(until(samples.batches(), seconds), num_batches, "gradient similarity")
+        return ((ids, run.move(batch)) for ids, batch in batches)
+
     if settings.memory_budget is None:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         settings = replace(settings, memory_budget=default_budget(device, reading.world_size))
-    shard = score_shard(module, adapter, query_batches, train_batches, settings, run.forward_context, run.observe)
+    if reading.tapped is None:
+        batches = read(share, reading.seconds)
+        shard = score_shard(module, adapter, query_batches, batches, settings, run.forward_context, run.observe)
+        finding = Finding(reading.reason)
+    else:
+        rounds = Rereading(
+            module,
+            adapter,
+            reading.tapped,
+            reference.reader,
+            settings,
+            read,
+            lambda: read(share, reading.seconds),
+            seconds=reading.seconds,
+            seed=reference.seed,
+            is_reader=reading.rank == 0,
+        )
+        shard = score_shard(module, adapter, query_batches, rounds, settings, run.forward_context, run.observe)
+        finding = rounds.finding
+        if finding.reason is None:
+            return Part(shard, 0, finding, is_chosen=True)
     unread = share.ids[len(shard.suspects) :]
     reached = int((reader.ids == unread[0]).nonzero()) if len(unread) else len(reader)
-    return Part(shard, reached)
+    return Part(shard, reached, finding, is_first=reading.is_first)
 
 
 def make_report(
@@ -265,10 +307,9 @@ def make_report(
             if settings.memory_budget is not None
             else f"one sample at a time takes about {result.needed_bytes:,} bytes, more than a quarter of what is free"
         )
-    words, total = reference.words, len(reference.reader)
-    if result.num_samples < total:
-        words = f"{result.num_samples:,} of {total:,} training samples, as many as the time budget allows"
-        notes.append(PARTIAL)
+    total, finding = len(reference.reader), parts[0].finding
+    words, more = _what_was_read(result.num_samples, reference, parts[0])
+    notes += more
     report = Report(
         epoch=0,
         step=0,
@@ -277,6 +318,7 @@ def make_report(
         reference=words,
         num_train_samples=result.num_samples,
         share_read=result.num_samples / max(1, total),
+        recall=finding.recall,
         num_validation_samples=num_validation_samples,
         num_errors=num_errors,
         errors_per_class=errors_per_class,
@@ -323,6 +365,20 @@ def collect_pictures(
         else:
             images.append(_image_of(copy.data))
     return images + [None] * (len(report.queries) - len(shown)), _read_images(reference.reader, train_ids)
+
+
+def _what_was_read(number: int, reference: Reference, part: Part) -> tuple[str, list[str]]:
+    """Which training samples were read, in words, and what is to be said of it."""
+    total, finding = len(reference.reader), part.finding
+    notes = [] if finding.reason is None else [f"what was read is not chosen by training steps: {finding.reason}"]
+    words = f"{number:,} of {total:,} training samples"
+    if part.is_chosen:
+        return f"{words}, chosen by what training steps have shown", list(finding.notes(total))
+    if number == total:
+        return reference.words, notes
+    if part.is_first and number >= min(total, max(MIN_FIRST, int(FIRST_SHARE * total))):
+        return f"{words}, drawn at random", notes
+    return f"{words}, as many as the time budget allows", [*notes, PARTIAL]
 
 
 def _notes(selection: QuerySelection, queries: Sequence[QueryReport], *, has_teachers: bool) -> list[str]:

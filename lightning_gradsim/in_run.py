@@ -193,6 +193,18 @@ class InRun:
         note = f"suspects rest on passes over the training data, one visit each, as steps tell nothing: {self.reason}"
         return None if found is None else (found[0], (note, *found[1]))
 
+    @property
+    def num_tapped(self) -> int:
+        """Number of samples whose newest visit is known."""
+        return len(self._samples)
+
+    def tapped(self) -> tuple[str, TappedBlock] | None:
+        """Name of the head, and the newest visit of each sample; ``None`` where nothing is known."""
+        self._flush()
+        head = None if self._tap is None else self._tap.head
+        block = self._samples.compute()
+        return None if head is None or block is None else (head[0], block)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors."""
         self._flush()

@@ -110,6 +110,8 @@ class Report:
         task: ``classification``, ``binary``, ``multilabel`` or ``regression``.
         plan: How the pass computed; ``None`` without training samples.
         suspect_quality: How well the suspects find wrong labels, where ``true_labels=`` tells which those are.
+        recall: Estimated share of the exact lists that is among the samples read, by list (``harmful``,
+            ``look_alikes``, ``teachers``), where samples were chosen by what training steps have shown; else ``None``.
     """
 
     epoch: int
@@ -133,6 +135,7 @@ class Report:
     plan: Plan | None = None
     share_read: float = 1.0
     suspect_quality: SuspectQuality | None = None
+    recall: Mapping[str, float] | None = None
 
     @property
     def errors_in_words(self) -> str:

@@ -24,6 +24,7 @@ from lightning_gradsim.in_run import InRun
 from lightning_gradsim.loss_check import LossCheck
 from lightning_gradsim.mislabel import check_classes
 from lightning_gradsim.report import Report
+from lightning_gradsim.rereading import Tapped
 from lightning_gradsim.sample_id_recorder import SampleIdRecorder
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.suspects import SuspectTable
@@ -34,6 +35,7 @@ from lightning_gradsim.validation_gradients import ValidationGradients, merge_su
 WATCH = "the watch of training steps"
 WATCH_OF_PASSES = "the watch of what passes read"
 LOSS_CHECK = "the check of the loss"
+FIRST_EPOCH = "until the second epoch training steps tell too little of which samples are worth reading"
 
 VisitsOfPass = tuple[str | None, Mapping[str, Any]]
 """Why a pass tells nothing, or what it has shown."""
@@ -227,6 +229,24 @@ class TrainingWatch:
             # From what all processes see alike: what fails in one only, such as the merge, is told to all next time.
             self._is_given_up = any(reason is not None for reason, _ in parts)
             in_run.merge(parts, is_owner=trainer.is_global_zero)
+
+    def why_not_tapped(self, epoch: int) -> str | None:
+        """Why steps do not tell which training samples are worth reading again, in words; ``None`` where they do.
+
+        Args:
+            epoch: The epoch, from 0.
+
+        Returns:
+            The reason.
+        """
+        if self._in_run is None:
+            return "training steps are not watched (`mislabel_score=None`)"
+        return self._in_run.reason or (FIRST_EPOCH if epoch < 1 or not self._in_run.num_tapped else None)
+
+    def tapped(self) -> Tapped | None:
+        """What the steps have shown; ``None`` where nothing is known."""
+        found = None if self._in_run is None else self._in_run.tapped()
+        return None if found is None else Tapped(*found)
 
     def observer(self, trainer: Trainer, num_samples: int) -> Observer | None:
         """What is to be shown all that the next pass reads.

@@ -219,6 +219,17 @@ def test_training_stays_what_it_is(tmp_path, precision, layers):
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.filterwarnings("ignore:.*logger.*:lightning_gradsim.GradSimWarning")
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_samples_are_chosen_beside_the_device(tmp_path, precision):
+    """From what training steps have shown, which is kept on the CPU."""
+    gradsim = GradSimCallback(mode="in_run", on_error="raise", time_budget=None)
+    found, expected = (fit(tmp_path, each, precision, max_epochs=3) for each in ([gradsim], []))
+    assert gradsim.report.recall["harmful"] > 0.5
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.filterwarnings("ignore:.*logger.*:lightning_gradsim.GradSimWarning")
 def test_the_share_of_the_time_is_kept(tmp_path):
     gradsim = GradSimCallback(layers="all", time_budget=0.1, on_error="raise", num_queries=8)
     fit(tmp_path, [gradsim], "32-true", num_train=20_000, max_epochs=10)

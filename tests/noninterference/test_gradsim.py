@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_gradsim.reporter
+import lightning_gradsim.rereading
 from lightning_gradsim import GradSimCallback, GradSimWarning
 from tests.noninterference.cases import Case, rows
 from tests.noninterference.harness import differences, record_baseline, record_run
@@ -48,6 +49,19 @@ TRUSTED = (
 )
 INFLUENCE = ("accumulate", "dropout", "batchnorm", "bf16_autocast", "val_dataset_generator", "gradient_clipping")
 MAY_FAIL = ("accumulate", "dropout", "frozen_batchnorm", "dataset_generator", "swa_last")
+READS_AGAIN = (
+    "plain",
+    "workers",
+    "dataset_generator",
+    "accumulate",
+    "bf16_autocast",
+    "dropout",
+    "batchnorm",
+    "module_generator",
+    "resume",
+    "checkpoint_last",
+    "swa_last",
+)
 REAL_PANELS = ("plain", "batchnorm", "dataset_generator")
 """Elsewhere a panel of a few pixels is written: drawing one takes longer than the run."""
 
@@ -85,6 +99,34 @@ def test_gradients_of_a_validation_change_nothing(case: Case, monkeypatch: pytes
     assert callback.report.suspects.score_name == "influence"
 
 
+@pytest.mark.parametrize("case", rows(READS_AGAIN))
+def test_reading_again_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where training steps choose which samples are read."""
+    _draw_small_panels(monkeypatch)
+    callback = _in_run(monkeypatch, on_error="raise", **case.options())
+    assert differences(record_run(case, [callback]), record_baseline(case)) == []
+    assert callback.report is not None
+    assert callback.report.recall
+
+
+@pytest.mark.parametrize("case", rows(("dropout", "swa_last")))
+def test_failing_to_choose_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where this fails between two rounds."""
+
+    def fail(*_: object, **__: object) -> None:
+        torch.rand(1)
+        raise RuntimeError("no choice any more")
+
+    _draw_small_panels(monkeypatch)
+    monkeypatch.setattr(lightning_gradsim.rereading.Shortlist, "update", fail)
+    callback = _in_run(monkeypatch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", GradSimWarning)
+        found = differences(record_run(case, [callback]), record_baseline(case))
+    assert found == []
+    assert any("failed in the report of epoch 1" in str(each.message) for each in caught)
+
+
 @pytest.mark.parametrize("case", rows(MAY_FAIL))
 @pytest.mark.parametrize(("num_calls", "what"), [(1, "choice of queries"), (7, "report")])
 def test_failing_changes_nothing(case: Case, num_calls: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +152,11 @@ class _Failing:
             torch.rand(1)
             raise RuntimeError("no loss any more")
         return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def _in_run(monkeypatch: pytest.MonkeyPatch, **options: Any) -> GradSimCallback:
+    monkeypatch.setattr(lightning_gradsim.rereading, "MIN_PROBE", 16)
+    return GradSimCallback(mode="in_run", num_queries=8, top_k=3, time_budget=None, **options)
 
 
 def _assert_nothing_changes(case: Case, layers: str, **options: Any) -> GradSimCallback:

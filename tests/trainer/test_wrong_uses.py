@@ -28,6 +28,7 @@ LAYERS = 'Expected "last", "last:3", "all", names, globs, layer types or one pre
 SHARE = "Expected a share of the training time, such as 0.1, or None for no limit."
 SIMILARITY = "is not known. Expected one of 'dot', 'cosine', 'asymmetric'."
 POLICY = "is not known. Expected one of 'highest_loss', 'random'."
+MODE = "is not known. Expected one of 'auto', 'in_run', 'pass'."
 ON_ERROR = "is not known. Expected one of 'warn', 'raise'."
 TRUE_LABELS = "one label a training sample, by sample id: a list, an array or a tensor"
 CHANNELS = "Expected one finite number a channel in both, `std` above 0."
@@ -122,6 +123,14 @@ ARGUMENTS = [
         ValueError,
         "`trusted_val=True` and `mislabel_score=None` contradict each other: the first adds to the score of training "
         "steps. Leave one of them out.",
+    ),
+    ({"mode": "inrun"}, ValueError, f"`mode='inrun'` {MODE}"),
+    ({"mode": None}, ValueError, f"`mode=None` {MODE}"),
+    (
+        {"mode": "in_run", "mislabel_score": None},
+        ValueError,
+        "`mode='in_run'` and `mislabel_score=None` contradict each other: the first needs training steps to be "
+        "watched. Leave one of them out.",
     ),
     ({"loss_fn": 3}, TypeError, f"`loss_fn=3` is an int. {LOSS}"),
     ({"loss_fn": nn.MSELoss}, TypeError, f"`loss_fn={nn.MSELoss!r}` is a type. {LOSS}"),

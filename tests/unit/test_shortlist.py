@@ -89,6 +89,45 @@ def test_scores_are_those_of_one_gradient_at_a_time(bias, predicted):
     torch.testing.assert_close(found, world.scores(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("similarity", ["dot", "cosine", "asymmetric"])
+def test_harmful_samples_and_teachers_are_by_the_similarity(similarity):
+    world = World(num_samples=30)
+    chosen, _ = world.read(similarity=similarity)
+    found = chosen._compute_scores(world.now, torch.arange(30)).split(QUERIES)
+    harmful, look_alikes, teachers = world.scores().split(QUERIES)
+    train = torch.stack([world.gradient(f, y) for f, y in zip(world.now, world.targets, strict=True)]).norm(dim=1)
+    for labels, own, dots in zip(world.labels, (found[0], found[2]), (harmful, teachers), strict=True):
+        queries = [world.gradient(f, y) for f, y in zip(world.query_features, labels, strict=True)]
+        norms = {"dot": 1.0, "cosine": torch.stack(queries).norm(dim=1)[:, None] * train, "asymmetric": train**2}
+        torch.testing.assert_close(own, dots / norms[similarity], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found[1], look_alikes, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_are_known_count_instead_of_those_of_the_features():
+    world = World()
+    chosen = Shortlist(world.tapped, world.head, world.queries, grad_fn, top_k=TOP_K, max_rows=N, num_probe=40)
+    rows = chosen.next_rows()
+    chosen.update(world.now[rows], torch.zeros(40, CLASSES))
+    assert not chosen._scores.any()
+
+
+def test_what_was_not_read_ends_the_rounds_and_is_missed():
+    world = World(noise=0.3)
+    chosen = Shortlist(world.tapped, world.head, world.queries, grad_fn, top_k=TOP_K, max_rows=N, num_probe=40)
+    rows = chosen.next_rows()[:25]
+    chosen.update(world.now[rows], rows=rows)
+    assert chosen.next_rows() is None
+    assert chosen._rows.tolist() == rows.tolist()
+    assert chosen.recall < 0.5
+
+
+def test_all_that_is_read_is_all_that_is_found(monkeypatch):
+    monkeypatch.setattr(shortlist, "TARGET_RECALL", 2.0)
+    chosen, batches = World(noise=1.0).read()
+    assert len(torch.cat(batches)) == N
+    assert chosen.recalls == (1.0, 1.0, 1.0)
+
+
 def test_no_row_is_read_twice_nor_more_than_allowed():
     world = World(noise=1.0)
     for max_rows, num_probe in ((150, 40), (40, 40), (30, 40), (10**6, 40)):
@@ -120,7 +159,7 @@ def test_leave_one_out_is_what_a_map_without_the_sample_makes_of_it(monkeypatch)
     chosen, batches = world.read(max_rows=25, num_probe=25)
     rows = torch.cat(batches)
     _, left_out = chosen._fit()
-    inputs, averages = chosen._inputs(rows)
+    inputs, averages = (part.double() for part in chosen._inputs(rows))
     wanted = world.now[rows].double() - averages
     penalty = 0.1 * torch.linalg.svdvals(inputs).square().mean()
     for row in range(len(rows)):
@@ -129,6 +168,20 @@ def test_leave_one_out_is_what_a_map_without_the_sample_makes_of_it(monkeypatch)
         solution = torch.linalg.solve(gram, inputs[others].T @ wanted[others])
         expected = averages[row] + inputs[row] @ solution
         torch.testing.assert_close(left_out[row], expected.float(), rtol=1e-3, atol=1e-4)
+
+
+def test_of_wide_heads_the_main_directions_are_mapped(monkeypatch):
+    world = World(noise=0.0)
+    whole, _ = world.read()
+    monkeypatch.setattr(shortlist, "MAX_WIDTH", 5)
+    chosen, batches = world.read()
+    assert chosen._basis.shape == (FEATURES, 5)
+    torch.testing.assert_close(chosen._basis.T @ chosen._basis, torch.eye(5), rtol=1e-4, atol=1e-5)
+    old = world.tapped.features.float()
+    change, errors = world.now - old, [each._mapped(torch.arange(N)) - world.now for each in (whole, chosen)]
+    assert errors[0].norm() < 0.1 * errors[1].norm()  # one of six directions stays as it was
+    assert errors[1].norm() < 0.7 * change.norm()
+    assert world.recall(batches) > 0.9
 
 
 def test_features_behind_a_relu_stay_positive():
