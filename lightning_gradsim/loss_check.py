@@ -10,6 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gradsim.adapter import Adapter, find_logits
+from lightning_gradsim.guard import is_compiled
 
 NUM_STEPS = 3
 TOLERANCE = 0.01
@@ -48,6 +49,24 @@ class LossCheck:
     def is_watching(self) -> bool:
         """Whether a step is being watched."""
         return self._handle is not None
+
+    def may_watch(self, module: nn.Module) -> bool:
+        """Whether steps of a module can be watched; if not, the check is given up.
+
+        Args:
+            module: The user's module.
+
+        Returns:
+            The answer.
+        """
+        # A hook inside a compiled module would change what the compiler fuses, and with it the training.
+        if is_compiled(module):
+            self.give_up("the module is compiled")
+        elif hasattr(module, "gradsim_step"):
+            self.give_up("the module has a `gradsim_step` of its own")
+        else:
+            return True
+        return False
 
     def begin_step(self, module: nn.Module, *, is_wrapped: bool = False) -> None:
         """Watch the module's outputs until ``end_step``.

@@ -19,7 +19,6 @@ from lightning_gradsim.engine import Observer
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.factors import Factors
 from lightning_gradsim.failures import Failures
-from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.in_run import InRun
 from lightning_gradsim.loss_check import LossCheck
 from lightning_gradsim.mislabel import check_classes
@@ -126,7 +125,7 @@ class TrainingWatch:
             batch: The training batch.
             batch_idx: Its number in the epoch.
         """
-        if self._loss_check.is_open and self._may_watch(module):
+        if self._loss_check.is_open and self._loss_check.may_watch(module):
             self._supervisor.stage = LOSS_CHECK
             with self._supervisor.optional(trainer, self._loss_check.give_up):
                 self._loss_check.begin_step(module, is_wrapped=trainer.strategy.model is not module)
@@ -366,13 +365,3 @@ class TrainingWatch:
         self._loss_check.give_up(reason)
         if self._in_run is not None:
             self._in_run.give_up(reason)
-
-    def _may_watch(self, module: LightningModule) -> bool:
-        # A hook inside a compiled module would change what the compiler fuses, and with it the training.
-        if is_compiled(module):
-            self._loss_check.give_up("the module is compiled")
-        elif hasattr(module, "gradsim_step"):
-            self._loss_check.give_up("the module has a `gradsim_step` of its own")
-        else:
-            return True
-        return False

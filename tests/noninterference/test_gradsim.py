@@ -45,6 +45,7 @@ TRUSTED = (
     "module_generator",
     "copied_in_step",
     "compiled_in_place",
+    "compiled_outside",
     "compiled_part",
 )
 INFLUENCE = ("accumulate", "dropout", "batchnorm", "bf16_autocast", "val_dataset_generator", "gradient_clipping")

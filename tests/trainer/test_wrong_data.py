@@ -80,7 +80,8 @@ class TestTrainingData:
     @pytest.mark.parametrize("on_error", ["warn", "raise"])
     def test_train_data_is_the_way_out(self, tmp_path, kind, on_error):
         module, make, _ = SEVERAL[kind]
-        gradsim = GradSimCallback(train_data=train_data(), on_error=on_error, time_budget=None)
+        options = {"on_error": on_error, "time_budget": None, "mislabel_score": "self_influence"}
+        gradsim = GradSimCallback(train_data=train_data(), **options)
         gradsim, module, recorder = fit(tmp_path, gradsim, module(), make(), max_epochs=2)
         assert len(recorder.reports) == 2
         assert_exact(read(gradsim), Truth(module), train_data(), val_data())
