@@ -12,13 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import check_choice, check_count
+from lightning_gradsim.arguments import check_choice, check_count, check_positive
 from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import make_plan
-from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch, QueryRecords, prepare_queries, query_reports
+from lightning_gradsim.query_side import (
+    NUM_WITNESSES,
+    QueryBatch,
+    QueryRecords,
+    gather_curvature,
+    precondition,
+    prepare_queries,
+    query_reports,
+)
 from lightning_gradsim.report import QueryReport
 from lightning_gradsim.sample_statistics import merge_suspects
 from lightning_gradsim.scorer import Scorer
@@ -40,6 +48,7 @@ class EngineSettings:
             teachers nor doubts about a query's own label, and half as many products.
         memory_budget: Bytes that a pass may take beyond the module and the batch at hand; ``None`` for a share of the
             free memory.
+        damping: For the similarity ``influence``: share of the mean eigenvalue of each layer's curvature that is added.
 
     Raises:
         TypeError: If a value has a wrong type.
@@ -51,6 +60,7 @@ class EngineSettings:
     top_k: int = 8
     teachers: bool = True
     memory_budget: int | None = None
+    damping: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -58,6 +68,7 @@ class EngineSettings:
         check_choice("similarity", self.similarity, SIMILARITIES)
         check_count("top_k", self.top_k, optional=False)
         check_count("memory_budget", self.memory_budget, optional=True)
+        check_positive("damping", self.damping)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +131,7 @@ def run_pass(
     train_batches: Iterable[tuple[Tensor, Any]],
     settings: EngineSettings,
     forward_context: ForwardContext = nullcontext,
+    curvature_batches: Iterable[tuple[Tensor, Any]] = (),
 ) -> PassResult:
     """Score every training sample against every query, exactly.
 
@@ -130,6 +142,7 @@ def run_pass(
         train_batches: Sample ids ``[B]`` and batch, on the module's device, each id once.
         settings: Layers, similarity, length of the lists.
         forward_context: The precision context of the run.
+        curvature_batches: Like ``train_batches``, those that the curvature is taken from; read for ``influence`` only.
 
     Returns:
         Lists of each query and statistics of each training sample. Memory beyond the batches at hand does not grow with
@@ -141,7 +154,8 @@ def run_pass(
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
     return merge_shards(
-        [score_shard(module, adapter, query_batches, train_batches, settings, forward_context)], settings
+        [score_shard(module, adapter, query_batches, train_batches, settings, forward_context, curvature_batches)],
+        settings,
     )
 
 
@@ -152,6 +166,7 @@ def score_shard(
     train_batches: Iterable[tuple[Tensor, Any]],
     settings: EngineSettings,
     forward_context: ForwardContext = nullcontext,
+    curvature_batches: Iterable[tuple[Tensor, Any]] = (),
 ) -> ShardResult:
     """Score some of the training samples against every query, exactly.
 
@@ -162,6 +177,8 @@ def score_shard(
         train_batches: Sample ids ``[B]`` and batch, on the module's device, each id once; may be empty.
         settings: Layers, similarity, length of the lists.
         forward_context: The precision context of the run.
+        curvature_batches: Like ``train_batches``, those that the curvature is taken from, the same for every shard;
+            read for ``influence`` only.
 
     Returns:
         What was found. Training samples whose loss or gradient is not finite are in it, for ``merge_shards`` to name
@@ -176,7 +193,10 @@ def score_shard(
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         runner = BatchRunner(module, adapter, gradients, forward_context, settings.memory_budget)
         queries = prepare_queries(runner, query_batches, teachers=settings.teachers)
-        num_query_gradients = 0 if queries is None else len(queries.squared_norms)
+        if queries is not None and settings.similarity == "influence":
+            curvature = gather_curvature(runner, curvature_batches)
+            queries = precondition(queries, curvature, settings.damping, runner.memory_budget)
+        num_query_gradients = 0 if queries is None else queries.num_gradients
         num_kept = max(settings.top_k, NUM_WITNESSES)
         scorer = Scorer(queries, settings.similarity, num_kept, runner.memory_budget)
         for ids, step, factors in runner.run_all(train_batches):

@@ -43,6 +43,8 @@ PARTIAL = (
     "only a part of the training samples was read, to keep within `time_budget`: each pass goes on where the last one "
     "stopped. Pass `final_pass=True` for all of them at the end, or a larger `time_budget=`"
 )
+CURVATURE_SAMPLES = 2000
+"""Training samples that the curvature behind ``influence`` is taken from at most."""
 PANEL_QUERIES = 6
 PANEL_TILES = 4
 
@@ -136,6 +138,11 @@ class Reference:
         order = torch.randperm(len(self.reader), generator=torch.Generator().manual_seed(self.seed))
         return self.reader.choose(order.roll(-(start % max(1, len(order)))))
 
+    def for_curvature(self) -> SampleReader:
+        """A seeded choice of at most ``CURVATURE_SAMPLES``, the same for every pass."""
+        order = torch.randperm(len(self.reader), generator=torch.Generator().manual_seed(self.seed))
+        return self.reader.choose(order[:CURVATURE_SAMPLES].sort().values)
+
 
 def make_reference(
     source: Any, adapter: Adapter, max_train_samples: int | None, seed: int, num_batches: int | None = None
@@ -219,7 +226,9 @@ def score_part(
     if settings.memory_budget is None:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         settings = replace(settings, memory_budget=default_budget(device, reading.world_size))
-    shard = score_shard(module, adapter, query_batches, train_batches, settings, run.forward_context)
+    # Every process reads the same ones: several find what one finds, and nothing has to be sent.
+    curvature_batches = ((ids, run.move(batch)) for ids, batch in reference.for_curvature().batches())
+    shard = score_shard(module, adapter, query_batches, train_batches, settings, run.forward_context, curvature_batches)
     unread = share.ids[len(shard.suspects) :]
     reached = int((reader.ids == unread[0]).nonzero()) if len(unread) else len(reader)
     return Part(shard, reached)
@@ -260,6 +269,8 @@ def make_report(
             else f"one sample at a time takes about {result.needed_bytes:,} bytes, more than a quarter of what is free"
         )
     words, total = reference.words, len(reference.reader)
+    if settings.similarity == "influence" and total > CURVATURE_SAMPLES:
+        notes.append(f"influence takes its curvature from {CURVATURE_SAMPLES:,} training samples, chosen at random")
     if result.num_samples < total:
         words = f"{result.num_samples:,} of {total:,} training samples, as many as the time budget allows"
         notes.append(PARTIAL)

@@ -45,7 +45,7 @@ class _Scored:
     ids: Tensor
     step: Step
     waiting: Mapping[str, Factors]
-    products: Tensor | None  # [M or 2 M, B], the sum over the layers scored
+    products: Tensor | None  # [M, 2 M or 4 M, B], the sum over the layers scored
     squared_norms: Tensor | None  # [B]
 
 
@@ -147,11 +147,12 @@ class Scorer:
 def _scores(queries: QuerySide, products: Tensor, norms: Tensor, similarity: Similarity) -> Tensor:
     """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
     num_queries = len(queries.records)
-    scores = products.new_empty(2 * len(products), products.shape[1])
+    scores = products.new_empty(2 * len(queries.squared_norms), products.shape[1])
     for start, sign in ((0, -1), (num_queries, 1))[: 2 if queries.records.has_teachers else 1]:
         rows = slice(start, start + num_queries)
         both, query_norms = scores[2 * start :], queries.squared_norms[rows]
-        values = compute_similarity(similarity, products[rows], query_norms, norms)
+        compared = products[len(queries.squared_norms) :] if queries.is_preconditioned else products
+        values = compute_similarity(similarity, compared[rows], query_norms, norms)
         torch.mul(values, sign, out=both[:num_queries])
         compute_similarity("cosine", products[rows], query_norms, norms, out=both[num_queries : 2 * num_queries])
     return scores
