@@ -32,7 +32,7 @@ from lightning_gradsim.sample_statistics import merge_suspects
 from lightning_gradsim.scorer import Scorer
 from lightning_gradsim.scores import SIMILARITIES, Similarity
 from lightning_gradsim.suspects import SuspectTable
-from lightning_gradsim.topk import merge_largest
+from lightning_gradsim.topk import ScoreSums, TopK, merge_largest
 from lightning_gradsim.wrapper import PerSampleGradients
 
 
@@ -49,6 +49,7 @@ class EngineSettings:
         memory_budget: Bytes that a pass may take beyond the module and the batch at hand; ``None`` for a share of the
             free memory.
         damping: For the similarity ``influence``: share of the mean eigenvalue of each layer's curvature that is added.
+        keep_right: Whether queries that the module gets right are scored, too.
 
     Raises:
         TypeError: If a value has a wrong type.
@@ -61,6 +62,7 @@ class EngineSettings:
     teachers: bool = True
     memory_budget: int | None = None
     damping: float = 1.0
+    keep_right: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -167,6 +169,7 @@ def score_shard(
     settings: EngineSettings,
     forward_context: ForwardContext = nullcontext,
     curvature_batches: Iterable[tuple[Tensor, Any]] = (),
+    top: TopK | ScoreSums | None = None,
 ) -> ShardResult:
     """Score some of the training samples against every query, exactly.
 
@@ -179,6 +182,7 @@ def score_shard(
         forward_context: The precision context of the run.
         curvature_batches: Like ``train_batches``, those that the curvature is taken from, the same for every shard;
             read for ``influence`` only.
+        top: Takes the scores; by default one that keeps the best of each list.
 
     Returns:
         What was found. Training samples whose loss or gradient is not finite are in it, for ``merge_shards`` to name
@@ -192,13 +196,13 @@ def score_shard(
     plan = None
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         runner = BatchRunner(module, adapter, gradients, forward_context, settings.memory_budget)
-        queries = prepare_queries(runner, query_batches, teachers=settings.teachers)
+        queries = prepare_queries(runner, query_batches, teachers=settings.teachers, keep_right=settings.keep_right)
         if queries is not None and settings.similarity == "influence":
             curvature = gather_curvature(runner, curvature_batches)
             queries = precondition(queries, curvature, settings.damping, runner.memory_budget)
         num_query_gradients = 0 if queries is None else queries.num_gradients
-        num_kept = max(settings.top_k, NUM_WITNESSES)
-        scorer = Scorer(queries, settings.similarity, num_kept, runner.memory_budget)
+        top = TopK(max(settings.top_k, NUM_WITNESSES)) if top is None else top
+        scorer = Scorer(queries, settings.similarity, top, runner.memory_budget)
         for ids, step, factors in runner.run_all(train_batches):
             scorer.update(ids, step, factors)
             if plan is None and len(ids):

@@ -48,10 +48,14 @@ class QueryBatch:
     Attributes:
         positions: Which queries these are, in the order of the batch.
         batch: The batch, on the module's device.
+        predicted: Targets that count as predicted, whatever the weights; ``None`` for what the module predicts.
+        for_prediction: Whether these stand for the given ones, too.
     """
 
     positions: Sequence[int]
     batch: Any
+    predicted: Tensor | None = None
+    for_prediction: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,13 +127,16 @@ class QuerySide:
         return replace(self, factors=fresh, kept=frozenset())
 
 
-def prepare_queries(runner: BatchRunner, query_batches: Sequence[QueryBatch], *, teachers: bool) -> QuerySide | None:
+def prepare_queries(
+    runner: BatchRunner, query_batches: Sequence[QueryBatch], *, teachers: bool, keep_right: bool = False
+) -> QuerySide | None:
     """Gradients of the queries that are still wrong.
 
     Args:
         runner: Runs batches.
         query_batches: The queries.
         teachers: Whether gradients for the predicted labels are wanted, too.
+        keep_right: Whether those that are right are queries, too.
 
     Returns:
         The queries, or ``None`` if none is wrong under the weights present.
@@ -143,17 +150,20 @@ def prepare_queries(runner: BatchRunner, query_batches: Sequence[QueryBatch], *,
     given: list[dict[str, Factors]] = []
     predicted: list[dict[str, Factors]] = []
     for part in query_batches:
-        for portion in runner.run(part.batch, len(part.positions), predicted=teachers):
+        predicted_targets = teachers if part.predicted is None else part.predicted
+        for portion in runner.run(part.batch, len(part.positions), predicted=predicted_targets):
             step = portion.step
             _check_query_losses(step)
             # Weights may have changed since validation met the sample (EMA): those that are right by now are dropped.
-            rows = step.outcome.wrong.nonzero().flatten()
-            given.append(_rows(portion.factors, rows))
+            wrong = step.outcome.wrong
+            rows = (torch.ones_like(wrong) if keep_right else wrong).nonzero().flatten()
+            of_predictions = portion.predicted if part.for_prediction else None
+            given.append(_rows(portion.factors if of_predictions is None else of_predictions, rows))
             if portion.predicted is not None:
                 predicted.append(_rows(portion.predicted, rows))
             positions += [part.positions[portion.rows.start + row] for row in rows.tolist()]
             reports += [_without_lists(step, row) for row in rows.tolist()]
-            probabilities = step.outcome.label_probabilities
+            probabilities = None if part.for_prediction else step.outcome.label_probabilities
             label_probabilities += [1.0] * len(rows) if probabilities is None else probabilities[rows].tolist()
     if not positions:
         return None

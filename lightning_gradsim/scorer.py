@@ -24,7 +24,7 @@ from lightning_gradsim.sample_statistics import SampleStatistics
 from lightning_gradsim.scores import Similarity, compute_similarity
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
-from lightning_gradsim.topk import TopK
+from lightning_gradsim.topk import ScoreSums, TopK
 
 GROUP_SAMPLES = 4096
 """Training samples that are scored together."""
@@ -55,18 +55,22 @@ class Scorer:
     Args:
         queries: The queries, or ``None`` if there are none.
         similarity: Similarity of harmful samples and teachers.
-        num_kept: How many samples to keep for each row.
+        top: Takes the scores: harmful, look-alikes, teachers, look-alikes for the predicted label.
         memory_budget: Bytes that the pass may take.
 
     Attributes:
-        top: The best of each row: harmful, look-alikes, teachers, look-alikes for the predicted label.
+        top: The same.
         ran_short: Whether memory has not sufficed for products as large as planned.
     """
 
     def __init__(
-        self, queries: QuerySide | None, similarity: Similarity, num_kept: int, memory_budget: int | None = None
+        self,
+        queries: QuerySide | None,
+        similarity: Similarity,
+        top: TopK | ScoreSums,
+        memory_budget: int | None = None,
     ) -> None:
-        self.top = TopK(num_kept)
+        self.top = top
         self.ran_short = False
         elements = GROUP_ELEMENTS if memory_budget is None else int(PRODUCT_SHARE * memory_budget / 4)
         self._max_waiting = min(GROUP_ELEMENTS, elements)
