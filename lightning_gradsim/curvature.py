@@ -19,6 +19,7 @@ from lightning_gradsim.factors import (
     IndexedFactors,
     OuterFactors,
     PatchFactors,
+    block_elements,
     is_flat,
 )
 
@@ -122,13 +123,22 @@ class _Kronecker:
 
     def update(self, factors: Factors, max_intermediate: int) -> None:
         assert not isinstance(factors, IndexedFactors)  # a layer has one kind of factors
-        for part in _in_parts(factors, max_intermediate):
-            grads, inputs = _rows(part.output_grads), _inputs(part)
-            active = (grads != 0).any(-1, keepdim=True)  # [g, n t, 1]
-            inputs = inputs * active
-            self._inputs += inputs.mT @ inputs
-            self._grads += grads.mT @ grads
-            self._num_positions += active.sum(1, keepdim=True)
+        for part in _in_parts(factors, block_elements(factors.output_grads.device, max_intermediate)):
+            grads, inputs = part.output_grads, part.activations
+            assert inputs is not None  # otherwise the factors are flat
+            active = (grads != 0).any(-1, keepdim=True)  # [n, t, g, 1]
+            number = active.sum((0, 1))[..., None]  # [g, 1, 1]
+            if int(number.sum()) < active.numel():
+                inputs = inputs * active
+            weights = slice(0, inputs.shape[-1])
+            self._inputs[:, weights, weights] += _outer_products(inputs)
+            if part.bias:  # without a column of ones, which would copy the inputs
+                sums = inputs.sum((0, 1))
+                self._inputs[:, weights, -1] += sums
+                self._inputs[:, -1, weights] += sums
+                self._inputs[:, -1:, -1:] += number
+            self._grads += _outer_products(grads)
+            self._num_positions += number
 
     def solve(self, factors: Factors, num_samples: int, damping: float) -> OuterFactors:
         assert not isinstance(factors, IndexedFactors)
@@ -190,6 +200,16 @@ def _wide(like: Factors) -> torch.dtype:
 def _rows(values: Tensor) -> Tensor:
     """``[n, t, g, f]`` as ``[g, n t, f]``."""
     return values.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _outer_products(values: Tensor) -> Tensor:
+    """``[n, t, g, f]`` to their sum over ``n`` and ``t``, ``[g, f, f]``."""
+    if values.shape[1] < values.shape[3]:
+        rows = _rows(values)
+        return rows.mT @ rows
+    # Patches lie with their positions innermost: a product a sample reads them as they are.
+    columns = values.permute(0, 2, 3, 1)
+    return (columns @ columns.mT).sum(0)
 
 
 def _inputs(factors: OuterFactors | PatchFactors) -> Tensor:

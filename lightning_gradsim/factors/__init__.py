@@ -14,6 +14,7 @@ from lightning_gradsim.factors.patches import PatchFactors, Window
 from lightning_gradsim.factors.products import (
     MAX_INTERMEDIATE,
     Factors,
+    block_elements,
     concatenate_layers,
     concatenate_positions,
     concatenate_samples,
@@ -32,6 +33,7 @@ __all__ = [
     "OuterFactors",
     "PatchFactors",
     "Window",
+    "block_elements",
     "concatenate_layers",
     "concatenate_positions",
     "concatenate_samples",
