@@ -204,12 +204,13 @@ def _rows(values: Tensor) -> Tensor:
 
 def _outer_products(values: Tensor) -> Tensor:
     """``[n, t, g, f]`` to their sum over ``n`` and ``t``, ``[g, f, f]``."""
-    if values.shape[1] < values.shape[3]:
-        rows = _rows(values)
-        return rows.mT @ rows
-    # Patches lie with their positions innermost: a product a sample reads them as they are.
-    columns = values.permute(0, 2, 3, 1)
-    return (columns @ columns.mT).sum(0)
+    if (
+        values.stride(1) == 1 < values.shape[1]
+    ):  # patches have their positions innermost: copied in runs, not one by one
+        columns = values.permute(2, 3, 0, 1).flatten(2)
+        return columns @ columns.mT
+    rows = _rows(values)
+    return rows.mT @ rows
 
 
 def _inputs(factors: OuterFactors | PatchFactors) -> Tensor:
