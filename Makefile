@@ -6,8 +6,7 @@ PINS := pyproject.toml constraints-dev.txt
 BENCH := .bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-mislabel clean
-.PHONY: help demo test test-slow test-gpu lint docs bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-mislabel bench-lds clean
+.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-mislabel bench-lds clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
