@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ ALL_LAYERS = (
     "validate_checkpoint",
     "swa_first",
 )
+INFLUENCE = ("accumulate", "dropout", "frozen_batchnorm", "dataset_generator")
 MAY_FAIL = ("accumulate", "dropout", "frozen_batchnorm", "dataset_generator", "swa_last")
 REAL_PANELS = ("plain", "batchnorm", "dataset_generator")
 """Elsewhere a panel of a few pixels is written: drawing one takes longer than the run."""
@@ -48,6 +50,13 @@ def test_all_layers_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) 
     """Nor where every layer is watched in the pass."""
     _draw_small_panels(monkeypatch)
     _assert_nothing_changes(case, "all")
+
+
+@pytest.mark.parametrize("case", rows(INFLUENCE))
+def test_influence_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the curvature is taken from the training samples before they are scored."""
+    _draw_small_panels(monkeypatch)
+    _assert_nothing_changes(case, "all", similarity="influence")
 
 
 @pytest.mark.parametrize("case", rows(MAY_FAIL))
@@ -77,8 +86,9 @@ class _Failing:
         return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
-def _assert_nothing_changes(case: Case, layers: str) -> None:
-    callback = GradSimCallback(layers, num_queries=8, top_k=3, on_error="raise", every_n_epochs=1, **case.options())
+def _assert_nothing_changes(case: Case, layers: str, **options: Any) -> None:
+    options = {"num_queries": 8, "top_k": 3, "on_error": "raise", "every_n_epochs": 1, **case.options(), **options}
+    callback = GradSimCallback(layers, **options)
     assert differences(record_run(case, [callback]), record_baseline(case)) == []
     assert callback.report is not None
     assert callback.report.queries
