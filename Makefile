@@ -6,7 +6,7 @@ PINS := pyproject.toml constraints-dev.txt
 BENCH := .bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-mislabel clean
+.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-mislabel bench-lds clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -55,6 +55,9 @@ bench-budget: $(VENV)/.demo ## Measure the share of a run that reports take, wit
 
 bench-mislabel: $(BENCH)/mislabel/.ready ## Compare mislabel scores, in the folder GRADSIM_CACHE, with human noise from GRADSIM_DATA
 	PYTHONPATH=. $(BENCH)/mislabel/bin/python benchmarks/mislabel.py --rivals cleanlab captum --act
+
+bench-lds: $(VENV)/.demo ## Compare scores with retraining, in the folder GRADSIM_CACHE, on mnist_60k.npz from GRADSIM_DATA
+	PYTHONPATH=. $(BIN)/python benchmarks/lds.py
 
 clean: ## Remove the environment, caches and built files
 	rm -rf $(VENV) $(BENCH) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache lightning_logs

@@ -3,6 +3,7 @@
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.callback import GradSimCallback
 from lightning_gradsim.errors import GradSimError, GradSimWarning
+from lightning_gradsim.explain import explain
 from lightning_gradsim.factors import IndexedFactors, OuterFactors, dot, squared_norms
 from lightning_gradsim.plan_record import LayerPlan, Plan
 from lightning_gradsim.planner import plan
@@ -22,6 +23,8 @@ __all__ = [  # noqa: RUF022 -- grouped for readers
     "Suspect",
     "SuspectQuality",
     "SuspectTable",
+    # The same for a trained module
+    "explain",
     # Other forms of batches
     "Adapter",
     "Step",

@@ -105,13 +105,13 @@ class BatchRunner:
         self.batch_size = 0
         self.needed_bytes: int | None = None
 
-    def run(self, batch: Any, num_samples: int, *, predicted: bool = False) -> Iterator[Portion]:
+    def run(self, batch: Any, num_samples: int, *, predicted: bool | Tensor = False) -> Iterator[Portion]:
         """Steps and factors of a batch.
 
         Args:
             batch: The batch, on the module's device.
             num_samples: Number of samples ``B``.
-            predicted: Whether gradients for the predicted labels are wanted, too.
+            predicted: Whether gradients for the predicted labels are wanted, too; or the targets to take for those.
 
         Yields:
             Portions of the batch, in order.
@@ -219,7 +219,7 @@ class BatchRunner:
         else:
             yield work(slice(0, num_samples))
 
-    def _run_rows(self, batch: Any, num_samples: int, rows: slice, *, predicted: bool) -> Portion:
+    def _run_rows(self, batch: Any, num_samples: int, rows: slice, *, predicted: bool | Tensor) -> Portion:
         number = rows.stop - rows.start
         part = batch if number == num_samples else take_rows(batch, rows, num_samples)
         if self._num_measured == 0:
@@ -229,7 +229,10 @@ class BatchRunner:
             # The batch exists anyway; where it is a part of a larger one, its storage would count as a whole.
             with nullcontext() if meter is None else meter.watching(*self._parameters, *tensors_of(part)):
                 step = self._adapter.step(self._module, part)
-            targets = self._adapter.predicted_targets(step) if predicted else None
+            if isinstance(predicted, Tensor):
+                targets: Tensor | None = predicted[rows]
+            else:
+                targets = self._adapter.predicted_targets(step) if predicted else None
             relabelled = None if targets is None else self._adapter.losses(step.logits, targets)
         short = self._shortcut.serves(step)
         again = self._recompute(part, None)

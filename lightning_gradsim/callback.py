@@ -59,9 +59,12 @@ class GradSimCallback(Callback):
     Args:
         layers: ``"last"`` (the last layer called that has trainable parameters), ``"last:3"``, ``"all"``, a name of a
             layer or parameter, a glob, a layer type, several of these, or a predicate of (name, layer).
-        similarity: Similarity of harmful samples and teachers: ``"dot"``, ``"cosine"`` or ``"asymmetric"``.
+        similarity: Similarity of harmful samples and teachers: ``"dot"``, ``"cosine"``, ``"asymmetric"``, or
+            ``"influence"``, for which the query's gradient is multiplied by the inverse of each layer's damped
+            curvature.
         num_queries: How many misclassified validation samples are studied at most.
         top_k: Length of the lists of each query.
+        damping: For ``"influence"``: what is added to the curvature, as a share of its mean eigenvalue.
         every_n_epochs: Look at the last validation of every n-th epoch; by default of every epoch.
         every_n_steps: Instead, look at each validation at least that many steps after the last one looked at.
         warmup_epochs: Look at none in that many first epochs.
@@ -124,6 +127,7 @@ class GradSimCallback(Callback):
         similarity: Similarity = "dot",
         num_queries: int = 32,
         top_k: int = 8,
+        damping: float = 1.0,
         every_n_epochs: int | None = None,
         every_n_steps: int | None = None,
         warmup_epochs: int = 0,
@@ -179,7 +183,7 @@ class GradSimCallback(Callback):
         self.loss_fn, self.adapter = loss_fn, adapter or Adapter()
         self.time_budget, self.mode, self.trusted_val = time_budget, mode, trusted_val
         self.final_pass = final_pass or mode == "auto"
-        self.settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget)
+        self.settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget, damping=damping)
         self.report: Report | None = None
         self._schedule = Schedule(every_n_epochs, every_n_steps, warmup_epochs, last_epoch_only)
         self._failures = Failures(type(self).__name__)
@@ -231,6 +235,7 @@ class GradSimCallback(Callback):
             batch,
             self.settings.layers,
             num_queries=self.num_queries,
+            similarity=self.settings.similarity,
             memory_budget=self.settings.memory_budget,
             loss_fn=self.loss_fn,
             adapter=self.adapter,

@@ -78,16 +78,19 @@ class Clock:
 
 
 def until(items: Iterable[T], seconds: float | None) -> Iterator[T]:
-    """The items, until the time is over; one in any case.
+    """The items, until the time from now on is over; one in any case.
 
     Args:
         items: What is iterated.
         seconds: The time; ``None`` for no end.
 
-    Yields:
+    Returns:
         The items.
     """
-    begin = time.perf_counter()
+    return _until(items, time.perf_counter(), seconds)
+
+
+def _until(items: Iterable[T], begin: float, seconds: float | None) -> Iterator[T]:
     for item in items:
         yield item
         if seconds is not None and time.perf_counter() - begin >= seconds:

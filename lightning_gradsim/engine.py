@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter, Step
-from lightning_gradsim.arguments import check_choice, check_count
+from lightning_gradsim.arguments import check_choice, check_count, check_positive
 from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
 from lightning_gradsim.factors import Factors
 from lightning_gradsim.guard import evaluating
@@ -24,6 +24,8 @@ from lightning_gradsim.query_side import (
     QueryBatch,
     QueryRecords,
     QuerySide,
+    gather_curvature,
+    precondition,
     prepare_queries,
     query_reports,
 )
@@ -32,7 +34,7 @@ from lightning_gradsim.sample_statistics import merge_suspects
 from lightning_gradsim.scorer import Scorer
 from lightning_gradsim.scores import SIMILARITIES, Similarity
 from lightning_gradsim.suspects import SuspectTable
-from lightning_gradsim.topk import merge_largest
+from lightning_gradsim.topk import ScoreSums, TopK, merge_largest
 from lightning_gradsim.wrapper import PerSampleGradients
 
 Observer = Callable[[Tensor, Step, Mapping[str, Factors]], None]
@@ -50,6 +52,8 @@ class EngineSettings:
             teachers nor doubts about a query's own label, and half as many products.
         memory_budget: Bytes that a pass may take beyond the module and the batch at hand; ``None`` for a share of the
             free memory.
+        damping: For the similarity ``influence``: share of the mean eigenvalue of each layer's curvature that is added.
+        keep_right: Whether queries that the module gets right are scored, too.
 
     Raises:
         TypeError: If a value has a wrong type.
@@ -61,6 +65,8 @@ class EngineSettings:
     top_k: int = 8
     teachers: bool = True
     memory_budget: int | None = None
+    damping: float = 1.0
+    keep_right: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -68,6 +74,7 @@ class EngineSettings:
         check_choice("similarity", self.similarity, SIMILARITIES)
         check_count("top_k", self.top_k, optional=False)
         check_count("memory_budget", self.memory_budget, optional=True)
+        check_positive("damping", self.damping)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +163,7 @@ def run_pass(
     train_batches: Iterable[tuple[Tensor, Any]],
     settings: EngineSettings,
     forward_context: ForwardContext = nullcontext,
+    curvature_batches: Iterable[tuple[Tensor, Any]] = (),
 ) -> PassResult:
     """Score every training sample against every query, exactly.
 
@@ -166,6 +174,7 @@ def run_pass(
         train_batches: Sample ids ``[B]`` and batch, on the module's device, each id once.
         settings: Layers, similarity, length of the lists.
         forward_context: The precision context of the run.
+        curvature_batches: Like ``train_batches``, those that the curvature is taken from; read for ``influence`` only.
 
     Returns:
         Lists of each query and statistics of each training sample. Memory beyond the batches at hand does not grow with
@@ -177,7 +186,8 @@ def run_pass(
         GradSimError: If the gradients of the chosen layers cannot be exact.
     """
     return merge_shards(
-        [score_shard(module, adapter, query_batches, train_batches, settings, forward_context)], settings
+        [score_shard(module, adapter, query_batches, train_batches, settings, forward_context, curvature_batches)],
+        settings,
     )
 
 
@@ -188,6 +198,8 @@ def score_shard(
     train_batches: Iterable[tuple[Tensor, Any]] | Rounds,
     settings: EngineSettings,
     forward_context: ForwardContext = nullcontext,
+    curvature_batches: Iterable[tuple[Tensor, Any]] = (),
+    top: TopK | ScoreSums | None = None,
     observe: Observer | None = None,
 ) -> ShardResult:
     """Score some of the training samples against every query, exactly.
@@ -200,6 +212,9 @@ def score_shard(
             such.
         settings: Layers, similarity, length of the lists.
         forward_context: The precision context of the run.
+        curvature_batches: Like ``train_batches``, those that the curvature is taken from, the same for every shard;
+            read for ``influence`` only.
+        top: Takes the scores; by default one that keeps the best of each list.
         observe: Is shown sample ids, step and factors of everything that is read.
 
     Returns:
@@ -215,10 +230,13 @@ def score_shard(
     rounds = train_batches if isinstance(train_batches, Rounds) else _OneRound(train_batches)
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         runner = BatchRunner(module, adapter, gradients, forward_context, settings.memory_budget)
-        queries = prepare_queries(runner, query_batches, teachers=settings.teachers)
-        num_query_gradients = 0 if queries is None else len(queries.squared_norms)
-        num_kept = max(settings.top_k, NUM_WITNESSES)
-        scorer = Scorer(queries, settings.similarity, num_kept, runner.memory_budget)
+        queries = prepare_queries(runner, query_batches, teachers=settings.teachers, keep_right=settings.keep_right)
+        if queries is not None and settings.similarity == "influence":
+            curvature = gather_curvature(runner, curvature_batches)
+            queries = precondition(queries, curvature, settings.damping, runner.memory_budget)
+        num_query_gradients = 0 if queries is None else queries.num_gradients
+        top = TopK(max(settings.top_k, NUM_WITNESSES)) if top is None else top
+        scorer = Scorer(queries, settings.similarity, top, runner.memory_budget)
         for batches in rounds.batches(queries):
             for ids, step, factors in runner.run_all(batches):
                 scorer.update(ids, step, factors)

@@ -49,6 +49,10 @@ class TrainingDataError(GradSimError, ValueError):
     """The training data cannot be read by sample id."""
 
 
+class CheckpointError(GradSimError, ValueError):
+    """A checkpoint cannot be read or does not fit, or sums over several take too much memory."""
+
+
 class ProcessError(GradSimError, RuntimeError):
     """Another process of the run failed in its part of the work."""
 

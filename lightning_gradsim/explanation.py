@@ -14,7 +14,7 @@ from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples, tensors_of
 from lightning_gradsim.clock import until
 from lightning_gradsim.collation import ONE_AT_A_TIME, reorders_samples
-from lightning_gradsim.engine import EngineSettings, Observer, ShardResult, merge_shards, score_shard
+from lightning_gradsim.engine import EngineSettings, Observer, Rounds, ShardResult, merge_shards, score_shard
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.memory import default_budget
 from lightning_gradsim.queries import Query, QuerySelection
@@ -49,6 +49,8 @@ FIRST_SHARE = 0.125
 """Share of the training samples that is read while training steps tell too little."""
 MIN_FIRST = 512
 """Training samples that are read then at least."""
+CURVATURE_SAMPLES = 2000
+"""Training samples that the curvature behind ``influence`` is taken from at most."""
 PANEL_QUERIES = 6
 PANEL_TILES = 4
 
@@ -156,6 +158,11 @@ class Reference:
         order = torch.randperm(len(self.reader), generator=torch.Generator().manual_seed(self.seed))
         return self.reader.choose(order.roll(-(start % max(1, len(order)))))
 
+    def for_curvature(self) -> SampleReader:
+        """A seeded choice of at most ``CURVATURE_SAMPLES``, the same for every pass."""
+        order = torch.randperm(len(self.reader), generator=torch.Generator().manual_seed(self.seed))
+        return self.reader.choose(order[:CURVATURE_SAMPLES].sort().values)
+
 
 def make_reference(
     source: Any, adapter: Adapter, max_train_samples: int | None, seed: int, num_batches: int | None = None
@@ -247,9 +254,23 @@ def score_part(
     if settings.memory_budget is None:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         settings = replace(settings, memory_budget=default_budget(device, reading.world_size))
+    # Every process reads the same ones: several find what one finds, and nothing has to be sent.
+    curvature_batches = ((ids, run.move(batch)) for ids, batch in reference.for_curvature().batches())
+
+    def score(train_batches: Iterable[tuple[Tensor, Any]] | Rounds) -> ShardResult:
+        return score_shard(
+            module,
+            adapter,
+            query_batches,
+            train_batches,
+            settings,
+            run.forward_context,
+            curvature_batches,
+            observe=run.observe,
+        )
+
     if reading.tapped is None:
-        batches = read(share, reading.seconds)
-        shard = score_shard(module, adapter, query_batches, batches, settings, run.forward_context, run.observe)
+        shard = score(read(share, reading.seconds))
         finding = Finding(reading.reason)
     else:
         rounds = Rereading(
@@ -264,7 +285,7 @@ def score_part(
             seed=reference.seed,
             is_reader=reading.rank == 0,
         )
-        shard = score_shard(module, adapter, query_batches, rounds, settings, run.forward_context, run.observe)
+        shard = score(rounds)
         finding = rounds.finding
         if finding.reason is None:
             return Part(shard, 0, finding, is_chosen=True)
@@ -310,6 +331,8 @@ def make_report(
     total, finding = len(reference.reader), parts[0].finding
     words, more = _what_was_read(result.num_samples, reference, parts[0])
     notes += more
+    if settings.similarity == "influence" and total > CURVATURE_SAMPLES:
+        notes.append(f"influence takes its curvature from {CURVATURE_SAMPLES:,} training samples, chosen at random")
     report = Report(
         epoch=0,
         step=0,

@@ -11,12 +11,13 @@ from torch import nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
-from lightning_gradsim.factors import Factors, IndexedFactors, product_cost
+from lightning_gradsim.factors import Factors, IndexedFactors, is_flat, product_cost
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec, trainable_layers
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.plan_record import LayerPlan, Plan
 from lightning_gradsim.query_side import QuerySide, gradient_bytes
+from lightning_gradsim.scores import Similarity
 from lightning_gradsim.wrapper import PerSampleGradients
 
 
@@ -26,6 +27,7 @@ def plan(
     layers: LayerSpec = "last",
     *,
     num_queries: int = 32,
+    similarity: Similarity = "dot",
     teachers: bool = True,
     memory_budget: int | None = None,
     loss_fn: nn.Module | LossFunction | None = None,
@@ -40,6 +42,7 @@ def plan(
         batch: A training batch, on the module's device.
         layers: The choice of layers.
         num_queries: Queries of a pass.
+        similarity: As for ``GradSimCallback``; for ``"influence"``, preconditioned gradients are compared, too.
         teachers: Whether gradients for the queries' predicted labels are compared, too.
         memory_budget: Bytes that a pass may take; ``None`` for a share of the free memory.
         loss_fn: As for ``GradSimCallback``.
@@ -66,7 +69,8 @@ def plan(
         # The first portion settles, the second measures.
         *_, last = islice(runner.run(batch, number), 2)
         runner.batch_size = number
-        result = make_plan(module, gradients, runner, last.factors, num_queries * (1 + teachers))
+        num_gradients = num_queries * (1 + teachers) * (2 if similarity == "influence" else 1)
+        result = make_plan(module, gradients, runner, last.factors, num_gradients)
     if show:
         print(result)  # noqa: T201 -- it is what was asked for
     return result
@@ -97,10 +101,12 @@ def make_plan(
     plans = []
     for name, factors in train.items():
         of_queries = None if queries is None else queries.factors.get(name)
-        positions = (of_queries or factors).num_positions
+        # Preconditioned queries may be materialised where their training samples are not.
+        materialised = of_queries is not None and is_flat(of_queries) and not is_flat(factors)
+        positions = None if materialised else (of_queries or factors).num_positions
         kind, flops = product_cost(factors, num_query_gradients, positions)
         per_query = _num_bytes(of_queries or factors)
-        if kind == "materialise" and (queries is None or name in queries.kept):
+        if kind == "materialise" and not materialised and (queries is None or name in queries.kept):
             per_query += gradient_bytes(factors) // factors.num_samples
         plans.append(
             LayerPlan(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_gradsim.adapter import Adapter, Step
@@ -56,7 +57,7 @@ class QuerySelection:
 
     Attributes:
         num_queries: How many samples to keep at most.
-        policy: ``highest_loss`` or ``random``.
+        policy: ``highest_loss``, ``random``, or ``all``: the first ones, those that are right included.
         seed: Seed of the random choice.
         rank: Which of the processes this is.
         world_size: How many there are.
@@ -66,7 +67,7 @@ class QuerySelection:
     def __init__(
         self,
         num_queries: int,
-        policy: QueryPolicy = "highest_loss",
+        policy: QueryPolicy | Literal["all"] = "highest_loss",
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -113,7 +114,8 @@ class QuerySelection:
         self._keys.extend(map(partial(_key, dataloader_idx), sample_ids, ordinals))
         labels = outcome.labels if self._has_classes else outcome.wrong.long() - 1
         self._outcomes.extend(labels.where(outcome.wrong, _RIGHT).tolist())
-        rows = {ordinals[row]: row for row in outcome.wrong.nonzero().flatten().tolist()}
+        wanted = torch.ones_like(outcome.wrong) if self.policy == "all" else outcome.wrong
+        rows = {ordinals[row]: row for row in wanted.nonzero().flatten().tolist()}
         new = [
             Query(None, sample_ids[row], dataloader_idx, ordinal, to_label(outcome.labels[row]), float(losses[row]))
             for ordinal, row in rows.items()
@@ -130,6 +132,8 @@ class QuerySelection:
         return self.task in (Task.CLASSIFICATION, Task.BINARY)
 
     def _choose(self, candidates: list[Query]) -> list[Query]:
+        if self.policy == "all":
+            return candidates[: self.num_queries]
         if self.policy == "random":
             return sorted(candidates, key=self._lot)[: self.num_queries]
         by_loss = sorted(candidates, key=lambda query: (-query.loss, query.dataloader_idx, *_place(query)))

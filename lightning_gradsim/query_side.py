@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -12,11 +12,21 @@ from torch import Tensor
 
 from lightning_gradsim.adapter import Step
 from lightning_gradsim.batch_runner import BatchRunner
+from lightning_gradsim.curvature import Curvature, is_finite
 from lightning_gradsim.errors import NonFiniteError
-from lightning_gradsim.factors import MAX_INTERMEDIATE, Factors, IndexedFactors, concatenate_layers, squared_norms
+from lightning_gradsim.factors import (
+    MAX_INTERMEDIATE,
+    Factors,
+    IndexedFactors,
+    OuterFactors,
+    concatenate_layers,
+    concatenate_samples,
+    is_flat,
+    squared_norms,
+)
 from lightning_gradsim.plain_values import to_label
 from lightning_gradsim.report import InfluentialSample, QueryReport
-from lightning_gradsim.sample_statistics import labels_of
+from lightning_gradsim.sample_statistics import check_finite, labels_of
 from lightning_gradsim.suspects import SuspectTable
 
 NUM_WITNESSES = 8
@@ -27,6 +37,8 @@ NORM_SHARE = 0.125
 """Share of the memory budget for one intermediate of their norms."""
 QUERY_SHARE = 0.25
 """Share of the memory budget up to which the queries' materialised gradients are kept."""
+CURVATURE_SHARE = 0.25
+"""Share of the memory budget for the second moments of a layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +48,14 @@ class QueryBatch:
     Attributes:
         positions: Which queries these are, in the order of the batch.
         batch: The batch, on the module's device.
+        predicted: Targets that count as predicted, whatever the weights; ``None`` for what the module predicts.
+        for_prediction: Whether these stand for the given ones, too.
     """
 
     positions: Sequence[int]
     batch: Any
+    predicted: Tensor | None = None
+    for_prediction: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +106,7 @@ class QuerySide:
         records: Which they are.
         factors: By layer, ``M`` gradients for the given labels, then ``M`` for the predicted ones if there are any.
         squared_norms: Their squared norms, ``[M]`` or ``[2 M]``.
+        is_preconditioned: Whether the same gradients, multiplied by the inverse curvature, follow in ``factors``.
         kept: Layers whose materialised gradients are kept during the pass; those of others would take too much memory.
     """
 
@@ -97,6 +114,12 @@ class QuerySide:
     factors: Mapping[str, Factors]
     squared_norms: Tensor
     kept: frozenset[str]
+    is_preconditioned: bool = False
+
+    @property
+    def num_gradients(self) -> int:
+        """Gradients that each training sample is compared with."""
+        return len(self.squared_norms) * (2 if self.is_preconditioned else 1)
 
     def without_kept(self) -> QuerySide:
         """The same queries without anything that was computed and kept."""
@@ -104,13 +127,16 @@ class QuerySide:
         return replace(self, factors=fresh, kept=frozenset())
 
 
-def prepare_queries(runner: BatchRunner, query_batches: Sequence[QueryBatch], *, teachers: bool) -> QuerySide | None:
+def prepare_queries(
+    runner: BatchRunner, query_batches: Sequence[QueryBatch], *, teachers: bool, keep_right: bool = False
+) -> QuerySide | None:
     """Gradients of the queries that are still wrong.
 
     Args:
         runner: Runs batches.
         query_batches: The queries.
         teachers: Whether gradients for the predicted labels are wanted, too.
+        keep_right: Whether those that are right are queries, too.
 
     Returns:
         The queries, or ``None`` if none is wrong under the weights present.
@@ -124,17 +150,20 @@ def prepare_queries(runner: BatchRunner, query_batches: Sequence[QueryBatch], *,
     given: list[dict[str, Factors]] = []
     predicted: list[dict[str, Factors]] = []
     for part in query_batches:
-        for portion in runner.run(part.batch, len(part.positions), predicted=teachers):
+        predicted_targets = teachers if part.predicted is None else part.predicted
+        for portion in runner.run(part.batch, len(part.positions), predicted=predicted_targets):
             step = portion.step
             _check_query_losses(step)
             # Weights may have changed since validation met the sample (EMA): those that are right by now are dropped.
-            rows = step.outcome.wrong.nonzero().flatten()
-            given.append(_rows(portion.factors, rows))
+            wrong = step.outcome.wrong
+            rows = (torch.ones_like(wrong) if keep_right else wrong).nonzero().flatten()
+            of_predictions = portion.predicted if part.for_prediction else None
+            given.append(_rows(portion.factors if of_predictions is None else of_predictions, rows))
             if portion.predicted is not None:
                 predicted.append(_rows(portion.predicted, rows))
             positions += [part.positions[portion.rows.start + row] for row in rows.tolist()]
             reports += [_without_lists(step, row) for row in rows.tolist()]
-            probabilities = step.outcome.label_probabilities
+            probabilities = None if part.for_prediction else step.outcome.label_probabilities
             label_probabilities += [1.0] * len(rows) if probabilities is None else probabilities[rows].tolist()
     if not positions:
         return None
@@ -151,6 +180,62 @@ def prepare_queries(runner: BatchRunner, query_batches: Sequence[QueryBatch], *,
     kept = _fitting(factors, QUERY_SHARE * runner.memory_budget)
     records = QueryRecords(positions, reports, label_probabilities, has_teachers)
     return QuerySide(records, factors, norms, kept)
+
+
+def gather_curvature(runner: BatchRunner, batches: Iterable[tuple[Tensor, Any]]) -> Curvature:
+    """The curvature of the loss at some training samples.
+
+    Args:
+        runner: Runs batches.
+        batches: Sample ids ``[B]`` and batch, on the module's device.
+
+    Returns:
+        The curvature.
+
+    Raises:
+        NonFiniteError: If a loss or gradient is not finite; the samples are named.
+        UnsupportedLayerError: If the moments of a layer would take too much memory; it is named.
+    """
+    elements = max(1, min(MAX_INTERMEDIATE, int(CURVATURE_SHARE * runner.memory_budget / 8)))
+    curvature = Curvature(elements, CURVATURE_SHARE * runner.memory_budget)
+    all_ids, all_finite = [], []
+    for ids, step, factors in runner.run_all(batches):
+        finite = reduce(torch.logical_and, [is_finite(part) for part in factors.values()], step.losses.isfinite())
+        if bool(finite.all()):
+            curvature.update(factors)
+        all_ids.append(ids)
+        all_finite.append(finite.cpu())
+    if all_ids:
+        check_finite(torch.cat(all_ids), torch.cat(all_finite))
+    return curvature
+
+
+def precondition(queries: QuerySide, curvature: Curvature, damping: float, memory_budget: int) -> QuerySide:
+    """Queries with their gradients multiplied by the inverse of the damped curvature, too.
+
+    Args:
+        queries: The queries.
+        curvature: Of all their layers.
+        damping: Share of the mean eigenvalue, above 0.
+        memory_budget: Bytes that the pass may take.
+
+    Returns:
+        The queries; of training samples nothing else has to be computed.
+
+    Raises:
+        GradSimError: If a layer has no curvature, or its inverse is not finite.
+    """
+    solved = curvature.precondition(queries.factors, damping)
+    factors = {name: _side_by_side(part, solved[name]) for name, part in queries.factors.items()}
+    return replace(
+        queries, factors=factors, kept=_fitting(factors, QUERY_SHARE * memory_budget), is_preconditioned=True
+    )
+
+
+def _side_by_side(given: Factors, solved: Factors) -> Factors:
+    if isinstance(given, IndexedFactors) or is_flat(given) == is_flat(solved):
+        return concatenate_samples([given, solved])
+    return OuterFactors.from_gradients([torch.cat([given.flat, solved.output_grads.flatten(1)])])
 
 
 def query_reports(

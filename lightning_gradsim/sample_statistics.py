@@ -113,7 +113,7 @@ def merge_suspects(tables: Sequence[SuspectTable]) -> SuspectTable:
     """
     tables = [table for table in tables if len(table)]
     merged = tables[0] if len(tables) == 1 else _joined(tables) if tables else SuspectTable.empty()
-    _check_finite(merged)
+    check_finite(merged.sample_ids, merged.scores.isfinite())
     return merged
 
 
@@ -176,11 +176,19 @@ def num_differing_labels(one: SuspectTable, other: SuspectTable) -> int:
     return int(differs.reshape(len(ours), ours[:1].numel()).any(1).sum()) if len(ours) else 0
 
 
-def _check_finite(table: SuspectTable) -> None:
-    finite = table.scores.isfinite()
+def check_finite(sample_ids: Tensor, finite: Tensor) -> None:
+    """Refuse training samples whose losses or gradients are not finite.
+
+    Args:
+        sample_ids: Ids, int64 ``[N]``.
+        finite: Whether all numbers of a sample are, bool ``[N]``.
+
+    Raises:
+        NonFiniteError: If they are not; the samples are named.
+    """
     if bool(finite.all()):
         return
-    ids = table.sample_ids[~finite].sort().values.tolist()
+    ids = sample_ids[~finite].sort().values.tolist()
     more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
     raise NonFiniteError(
         f"Losses or gradients of training samples are not finite (sample ids {ids[:MAX_NAMED]}{more}). Nothing is "

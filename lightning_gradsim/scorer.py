@@ -24,7 +24,7 @@ from lightning_gradsim.sample_statistics import SampleStatistics
 from lightning_gradsim.scores import Similarity, compute_similarity
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
-from lightning_gradsim.topk import TopK
+from lightning_gradsim.topk import ScoreSums, TopK
 
 GROUP_SAMPLES = 4096
 """Training samples that are scored together."""
@@ -45,7 +45,7 @@ class _Scored:
     ids: Tensor
     step: Step
     waiting: Mapping[str, Factors]
-    products: Tensor | None  # [M or 2 M, B], the sum over the layers scored
+    products: Tensor | None  # [M, 2 M or 4 M, B], the sum over the layers scored
     squared_norms: Tensor | None  # [B]
 
 
@@ -55,18 +55,22 @@ class Scorer:
     Args:
         queries: The queries, or ``None`` if there are none.
         similarity: Similarity of harmful samples and teachers.
-        num_kept: How many samples to keep for each row.
+        top: Takes the scores: harmful, look-alikes, teachers, look-alikes for the predicted label.
         memory_budget: Bytes that the pass may take.
 
     Attributes:
-        top: The best of each row: harmful, look-alikes, teachers, look-alikes for the predicted label.
+        top: The same.
         ran_short: Whether memory has not sufficed for products as large as planned.
     """
 
     def __init__(
-        self, queries: QuerySide | None, similarity: Similarity, num_kept: int, memory_budget: int | None = None
+        self,
+        queries: QuerySide | None,
+        similarity: Similarity,
+        top: TopK | ScoreSums,
+        memory_budget: int | None = None,
     ) -> None:
-        self.top = TopK(num_kept)
+        self.top = top
         self.ran_short = False
         elements = GROUP_ELEMENTS if memory_budget is None else int(PRODUCT_SHARE * memory_budget / 4)
         self._max_waiting = min(GROUP_ELEMENTS, elements)
@@ -147,11 +151,12 @@ class Scorer:
 def _scores(queries: QuerySide, products: Tensor, norms: Tensor, similarity: Similarity) -> Tensor:
     """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
     num_queries = len(queries.records)
-    scores = products.new_empty(2 * len(products), products.shape[1])
+    scores = products.new_empty(2 * len(queries.squared_norms), products.shape[1])
     for start, sign in ((0, -1), (num_queries, 1))[: 2 if queries.records.has_teachers else 1]:
         rows = slice(start, start + num_queries)
         both, query_norms = scores[2 * start :], queries.squared_norms[rows]
-        values = compute_similarity(similarity, products[rows], query_norms, norms)
+        compared = products[len(queries.squared_norms) :] if queries.is_preconditioned else products
+        values = compute_similarity(similarity, compared[rows], query_norms, norms)
         torch.mul(values, sign, out=both[:num_queries])
         compute_similarity("cosine", products[rows], query_norms, norms, out=both[num_queries : 2 * num_queries])
     return scores

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Similarity = Literal["dot", "cosine", "asymmetric"]
+Similarity = Literal["dot", "cosine", "asymmetric", "influence"]
 SIMILARITIES: tuple[str, ...] = get_args(Similarity)
 
 
@@ -21,8 +21,9 @@ def compute_similarity(
     """One of the similarities of design.md for every pair of a query and a training sample.
 
     Args:
-        similarity: ``dot``; ``cosine`` = dot over both norms; ``asymmetric`` = dot over the squared training norm.
-        products: Dot products of the gradients, ``[M, B]``.
+        similarity: ``dot``; ``cosine`` = dot over both norms; ``asymmetric`` = dot over the squared training norm;
+            ``influence`` = dot of the query gradient preconditioned by the damped curvature.
+        products: Dot products of the gradients, ``[M, B]``; for ``influence`` those of preconditioned queries.
         query_squared_norms: ``[M]``, >= 0.
         train_squared_norms: ``[B]``, >= 0.
         out: Where to write cosines, ``[M, B]``; other similarities don't look at it.
@@ -33,9 +34,10 @@ def compute_similarity(
 
     Source:
         ``dot``: Pruthi et al. (2020), TracIn, arXiv:2002.08484; ``cosine`` and ``asymmetric``: Charpiat et al. (2019),
-        "Input similarity from the neural network perspective", arXiv:2102.05262.
+        "Input similarity from the neural network perspective", arXiv:2102.05262; ``influence``: Koh and Liang (2017),
+        arXiv:1703.04730, with the curvature of Martens and Grosse (2015), arXiv:1503.05671.
     """
-    if similarity == "dot":
+    if similarity in {"dot", "influence"}:
         return products
     if similarity == "asymmetric":
         return products * _reciprocal(train_squared_norms)

@@ -63,6 +63,46 @@ class TopK:
         self._scores, self._ids = scores.gather(1, order), candidates.gather(1, order)
 
 
+class ScoreSums:
+    """Weighted sums over several passes of the scores of every row, for every sample: 4 or 8 bytes each.
+
+    Args:
+        ids: All sample ids, int64 ``[N]``.
+        k: How many of the largest sums to give.
+
+    Attributes:
+        weights: Weight of each row in the pass at hand, ``[R]``, or one for all.
+    """
+
+    def __init__(self, ids: Tensor, k: int) -> None:
+        self.weights: Tensor | float = 1.0
+        self._ids = ids.sort().values
+        self._k = k
+        self._sums: Tensor | None = None
+
+    def update(self, scores: Tensor, ids: Tensor) -> None:
+        """Add the scores of some samples.
+
+        Args:
+            scores: ``[R, B]``, any floating dtype, the same in every call.
+            ids: Sample ids ``[B]``, int64, each id once a pass.
+        """
+        if self._sums is None:
+            self._ids = self._ids.to(scores.device)
+            self._sums = scores.new_zeros(len(scores), len(self._ids))
+        weights = self.weights[:, None].to(scores) if isinstance(self.weights, Tensor) else self.weights
+        self._sums[:, torch.searchsorted(self._ids, ids)] += weights * scores
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """The largest sums, falling, and their ids, both ``[R, min(k, N)]``; ``[0, 0]`` before any update."""
+        if self._sums is None:
+            return torch.empty(0, 0), torch.empty(0, 0, dtype=torch.long)
+        values, columns = _largest_columns(self._sums, self._ids, self._k)
+        ids = self._ids[columns]
+        order = _order(values, ids)
+        return values.gather(1, order), ids.gather(1, order)
+
+
 def merge_largest(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
     """The largest scores of several streams.
 

@@ -79,6 +79,11 @@ def concatenate_layers(parts: Sequence[Mapping[str, Factors]]) -> dict[str, Fact
     }
 
 
+def is_flat(factors: Factors) -> bool:
+    """Whether gradients have no pair of factors: those of a table, of a bias alone, and what comes materialised."""
+    return isinstance(factors, IndexedFactors) or (isinstance(factors, OuterFactors) and factors.activations is None)
+
+
 def dot(queries: Factors, train: Factors, *, max_intermediate: int = MAX_INTERMEDIATE) -> Tensor:
     """Dot products of the per-sample gradients of two sets of samples.
 
@@ -149,7 +154,7 @@ def dot_and_squared_norms(
     if is_indexed or uses_gram(queries, train):  # type: ignore[arg-type]
         products = dot(queries, train, max_intermediate=max_intermediate)
         return products, squared_norms(train, max_intermediate=max_intermediate)
-    compute = _materialised if keep else _materialised_anew
+    compute = _materialised if keep or is_flat(queries) else _materialised_anew
     return compute(queries, train, max_intermediate)  # type: ignore[arg-type]
 
 
@@ -161,18 +166,20 @@ def uses_gram(queries: OuterFactors | PatchFactors, train: OuterFactors | PatchF
         train: Factors of ``n`` samples of the same layer.
 
     Returns:
-        ``True`` for ``gram``, ``False`` for ``materialise``.
+        ``True`` for ``gram``, ``False`` for ``materialise``; always for queries that are materialised already.
     """
+    if is_flat(queries) and not is_flat(train):
+        return False
     return _is_gram_cheaper(queries.num_samples, queries.num_positions, train)
 
 
-def product_cost(train: Factors, num_queries: int, query_positions: int) -> tuple[str, int]:
+def product_cost(train: Factors, num_queries: int, query_positions: int | None) -> tuple[str, int]:
     """How ``dot_and_squared_norms`` would work, and what it would take.
 
     Args:
         train: Factors of ``n`` samples.
         num_queries: Number of queries ``m``.
-        query_positions: Their shared positions ``t``.
+        query_positions: Their shared positions ``t``; ``None`` where they are materialised already.
 
     Returns:
         ``gram``, ``materialise`` or ``indexed``; and floating-point operations for all ``n`` samples, two for every
@@ -184,7 +191,7 @@ def product_cost(train: Factors, num_queries: int, query_positions: int) -> tupl
     groups, inputs, outputs = train.num_groups, train.num_inputs, train.num_outputs
     if isinstance(train, OuterFactors) and train.activations is None:
         return "materialise", 2 * (num_queries + 1) * samples * positions * groups * outputs
-    if not _is_gram_cheaper(num_queries, query_positions, train):
+    if query_positions is None or not _is_gram_cheaper(num_queries, query_positions, train):
         return "materialise", 2 * samples * (positions + num_queries + 1) * groups * inputs * outputs
     norms = min(positions**2 * (inputs + outputs), (positions + 1) * inputs * outputs)
     if positions == 1:

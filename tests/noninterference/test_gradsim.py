@@ -49,6 +49,7 @@ TRUSTED = (
     "compiled_part",
 )
 INFLUENCE = ("accumulate", "dropout", "batchnorm", "bf16_autocast", "val_dataset_generator", "gradient_clipping")
+PRECONDITIONED = ("accumulate", "dropout", "frozen_batchnorm", "dataset_generator")
 MAY_FAIL = ("accumulate", "dropout", "frozen_batchnorm", "dataset_generator", "swa_last")
 READS_AGAIN = (
     "plain",
@@ -128,6 +129,13 @@ def test_failing_to_choose_changes_nothing(case: Case, monkeypatch: pytest.Monke
     assert any("failed in the report of epoch 1" in str(each.message) for each in caught)
 
 
+@pytest.mark.parametrize("case", rows(PRECONDITIONED))
+def test_influence_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the curvature is taken from the training samples before they are scored."""
+    _draw_small_panels(monkeypatch)
+    _assert_nothing_changes(case, "all", similarity="influence")
+
+
 @pytest.mark.parametrize("case", rows(MAY_FAIL))
 @pytest.mark.parametrize(("num_calls", "what"), [(1, "choice of queries"), (7, "report")])
 def test_failing_changes_nothing(case: Case, num_calls: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +169,8 @@ def _in_run(monkeypatch: pytest.MonkeyPatch, **options: Any) -> GradSimCallback:
 
 
 def _assert_nothing_changes(case: Case, layers: str, **options: Any) -> GradSimCallback:
-    options |= {"on_error": "raise", "every_n_epochs": 1, **case.options()}
-    callback = GradSimCallback(layers, num_queries=8, top_k=3, **options)
+    options = {"num_queries": 8, "top_k": 3, "on_error": "raise", "every_n_epochs": 1, **case.options(), **options}
+    callback = GradSimCallback(layers, **options)
     assert differences(record_run(case, [callback]), record_baseline(case)) == []
     assert callback.report is not None
     assert callback.report.queries

@@ -111,6 +111,7 @@ ONE_LIKE_SEVERAL = {
     "all mistakes": (2, train_data(), [val_data(41)], {"num_queries": 1000, "top_k": 100}),
     "asymmetric, all layers": (2, train_data(), [val_data(41)], {"layers": "all", "similarity": "asymmetric"}),
     "cosine": (2, train_data(61), [val_data()], {"similarity": "cosine"}),
+    "influence, all layers": (2, train_data(61), [val_data()], {"layers": "all", "similarity": "influence"}),
     "an empty share": (3, train_data(2), [val_data()], {}),
     "fewer validation samples than processes": (3, train_data(), [val_data(2)], {}),
     "no mistakes on one": (2, train_data(), [half_right(40)], {}),

@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 
 import lightning_gradsim.reporter
 from tests.noninterference.cases import averaging
+from tests.reference import one_sample_gradients, preconditioned
 from tests.trainer.support import (
     NUM_CLASSES,
     NUM_TRAIN,
@@ -19,6 +20,7 @@ from tests.trainer.support import (
     Classifier,
     Truth,
     assert_exact,
+    assert_list,
     collect_warnings,
     fit,
     loader,
@@ -119,6 +121,27 @@ class TestSimilarities:
         assert (report.similarity, report.layers, report.num_train_samples) == (similarity, ("head",), NUM_TRAIN)
         assert report.notes == ()
         assert_exact(report, Truth(module), train_data(), val_data())
+
+    @pytest.mark.parametrize("options", [{"damping": 0.1}, {"damping": 2.0, "layers": "all"}], ids=str)
+    def test_influence_equals_the_dense_inverse(self, tmp_path, options):
+        gradsim, module, _ = fit(tmp_path, strict(similarity="influence", top_k=NUM_TRAIN, **options), max_epochs=2)
+        report, train, val = read(gradsim), train_data().tensors, val_data().tensors
+        state, module = module.state_dict(), Classifier()  # one without a trainer can be copied
+        module.load_state_dict(state)
+        assert (report.similarity, report.notes) == ("influence", ())
+        assert report.queries
+        layers, criterion = dict.fromkeys(report.layers, ("weight", "bias")), nn.CrossEntropyLoss(reduction="none")
+        rows = [query.sample_id for query in report.queries]
+        gradients = one_sample_gradients(module, layers, *train, criterion)
+        for name in ("harmful", "teachers"):
+            labels = val[1][rows] if name == "harmful" else torch.tensor([query.prediction for query in report.queries])
+            pairs = (val[0][rows], labels), train
+            solved = preconditioned(module, layers, layers, *pairs, criterion, options["damping"])
+            expected, tolerance = solved @ gradients.joined.T, solved.norm(dim=1)[:, None] * gradients.norms * 1e-4
+            for row, query in enumerate(report.queries):
+                sign = -1 if name == "harmful" else 1
+                lists = getattr(query, name), expected[row], tolerance[row], range(NUM_TRAIN), NUM_TRAIN, sign
+                assert_list(*lists)
 
     @pytest.mark.parametrize(
         ("layers", "names"),

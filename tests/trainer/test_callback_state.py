@@ -80,6 +80,7 @@ def test_resume(tmp_path):
 RUNS = {
     "plain": ({}, {}),
     "all layers": ({"layers": "all", "similarity": "asymmetric"}, {}),
+    "influence": ({"layers": "all", "similarity": "influence"}, {}),
     "every second epoch": ({"every_n_epochs": 2}, {}),
     "by steps": ({"every_n_steps": 10}, {"val_check_interval": 0.5}),
     "after a warmup": ({"warmup_epochs": 2}, {}),

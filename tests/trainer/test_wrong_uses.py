@@ -26,7 +26,7 @@ from tests.trainer.support import (
 COUNT = "Expected a whole number of at least 1."
 LAYERS = 'Expected "last", "last:3", "all", names, globs, layer types or one predicate of (name, layer).'
 SHARE = "Expected a share of the training time, such as 0.1, or None for no limit."
-SIMILARITY = "is not known. Expected one of 'dot', 'cosine', 'asymmetric'."
+SIMILARITY = "is not known. Expected one of 'dot', 'cosine', 'asymmetric', 'influence'."
 POLICY = "is not known. Expected one of 'highest_loss', 'random'."
 MODE = "is not known. Expected one of 'auto', 'in_run', 'pass'."
 ON_ERROR = "is not known. Expected one of 'warn', 'raise'."
@@ -91,6 +91,9 @@ ARGUMENTS = [
         f"`true_labels[1]` is nan, which is no label. Expected {TRUE_LABELS}.",
     ),
     ({"max_state_mb": "1"}, TypeError, "`max_state_mb='1'` is a str. Expected a number above 0."),
+    ({"damping": None}, TypeError, "`damping=None` is a NoneType. Expected a number above 0."),
+    ({"damping": 0.0}, ValueError, "`damping=0.0` is too small. Expected a number above 0."),
+    ({"damping": float("nan")}, ValueError, "`damping=nan` is too small. Expected a number above 0."),
     ({"max_state_mb": 0}, ValueError, "`max_state_mb=0` is too small. Expected a number above 0."),
     ({"id_key": 1.5}, TypeError, "`id_key=1.5` is a float. Expected a key or a place in batches."),
     ({"similarity": "dott"}, ValueError, f"`similarity='dott'` {SIMILARITY}"),

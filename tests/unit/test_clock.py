@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_gradsim import clock as clock_module
-from lightning_gradsim.clock import Clock
+from lightning_gradsim.clock import Clock, until
 
 
 @pytest.fixture
@@ -95,3 +95,13 @@ def test_no_share_of_nothing(now):
     clock.start_run()
     work(clock, now, 2)
     assert clock.share is None
+
+
+def test_the_time_of_items_counts_from_the_call(now):
+    """What is done before the first one is asked for, too."""
+    items = until(range(5), 10.0)
+    now.seconds += 9
+    assert next(items) == 0
+    assert next(items) == 1
+    now.seconds += 1
+    assert list(items) == []

@@ -1,7 +1,7 @@
 """One pass: which queries and samples it lists, what it refuses, what it leaves behind."""
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ def run(module, queries, train, *, ids=None, batch_size=5, criterion=None, adapt
     query_batches = [] if queries is None else [QueryBatch(range(len(queries[0])), queries)]
     ids = torch.arange(len(train[0])) if ids is None else ids
     batches = [(ids[rows], tuple(part[rows] for part in train)) for rows in torch.arange(len(ids)).split(batch_size)]
-    arguments = () if context is None else (context,)
-    return run_pass(module, adapter, query_batches, batches, EngineSettings(**settings), *arguments)
+    context = nullcontext if context is None else context
+    return run_pass(module, adapter, query_batches, batches, EngineSettings(**settings), context, batches)
 
 
 @pytest.mark.parametrize("similarity", SIMILARITIES)

@@ -1,6 +1,7 @@
 """Shards of the training samples, scored by several processes, give what one pass over all of them gives."""
 
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -53,13 +54,16 @@ def arguments(module, queries, train, rows, task="classification", ids=None, **s
     """Of a pass over some of the training samples, in batches of five."""
     adapter = Adapter()
     adapter.bind(module, TASKS[task][1])
-    batches = [
-        (part if ids is None else ids[part], (train[0][part], train[1][part]))
-        for part in torch.tensor(rows, dtype=torch.long).split(5)
-        if len(part)
-    ]
+    batches, for_curvature = (
+        [
+            (part if ids is None else ids[part], (train[0][part], train[1][part]))
+            for part in torch.tensor(chosen, dtype=torch.long).split(5)
+            if len(part)
+        ]
+        for chosen in (rows, range(len(train[0])))
+    )
     query_batches = [] if queries is None else [QueryBatch(range(len(queries[0])), queries)]
-    return module, adapter, query_batches, batches, EngineSettings(**settings)
+    return module, adapter, query_batches, batches, EngineSettings(**settings), nullcontext, for_curvature
 
 
 def whole(module, queries, train, **options):
@@ -70,9 +74,9 @@ def in_shards(module, queries, train, shares, **options):
     """The merged result, of the shards in both orders, each sent as if from another process."""
     shards = []
     for rows in shares:
-        *given, settings = arguments(module, queries, train, rows, **options)
-        shards.append(pickle.loads(pickle.dumps(score_shard(*given, settings))))
-    return merge_shards(shards, settings), merge_shards(shards[::-1], settings)
+        given = arguments(module, queries, train, rows, **options)
+        shards.append(pickle.loads(pickle.dumps(score_shard(*given))))
+    return merge_shards(shards, given[4]), merge_shards(shards[::-1], given[4])
 
 
 def assert_equal(found, expected, tolerance=1e-10):
@@ -191,12 +195,12 @@ def test_a_query_that_one_process_gets_right_is_absent():
     right[2] = (y[2] - 1) % CLASSES
     shards = []
     for labels, rows in ((y, range(20)), (right, range(20, NUM_SAMPLES))):
-        *given, settings = arguments(module, (x, labels), train, rows)
-        shards.append(score_shard(*given, settings))
+        given = arguments(module, (x, labels), train, rows)
+        shards.append(score_shard(*given))
     others = [0, 1, 3, 4, 5]
     expected = dict(zip(others, whole(module, (x[others], y[others]), train).queries.values(), strict=True))
     for ordered in (shards, shards[::-1]):
-        found = merge_shards(ordered, settings)
+        found = merge_shards(ordered, given[4])
         assert list(found.queries) == others
         assert_equal(found, replace(whole(module, (x, y), train), queries=expected))
 
@@ -214,10 +218,10 @@ def test_witnesses_of_all_shards_count_whatever_the_length_of_the_lists():
 
 def test_memory_that_did_not_suffice_for_one_shard_is_said():
     module, train = network(), data(NUM_SAMPLES)
-    *given, settings = arguments(module, None, train, range(NUM_SAMPLES))
-    shard = score_shard(*given, settings)
-    assert merge_shards([shard, replace(shard, ran_short=True)], settings).ran_short
-    assert not merge_shards([shard, shard], settings).ran_short
+    given = arguments(module, None, train, range(NUM_SAMPLES))
+    shard = score_shard(*given)
+    assert merge_shards([shard, replace(shard, ran_short=True)], given[4]).ran_short
+    assert not merge_shards([shard, shard], given[4]).ran_short
 
 
 def test_samples_that_are_not_finite_are_named_over_all_shards():
@@ -230,14 +234,14 @@ def test_samples_that_are_not_finite_are_named_over_all_shards():
 def test_labels_out_of_range_are_named_by_their_shard():
     module, (x, y) = network(), data(NUM_SAMPLES)
     y[7] = 9
-    *given, settings = arguments(module, None, (x, y), range(5, 20))
+    given = arguments(module, None, (x, y), range(5, 20))
     with pytest.raises(LabelRangeError, match=r"Training samples \[7\]: Labels \[9\] lie outside"):
-        score_shard(*given, settings)
+        score_shard(*given)
 
 
 def test_what_a_shard_sends_is_small():
     """A few numbers a query and training sample, however large the gradients."""
     module = nn.Sequential(nn.Linear(FEATURES, 2000), nn.ReLU(), nn.Linear(2000, CLASSES)).double()
-    *given, settings = arguments(module, wrong_samples(module), data(NUM_SAMPLES), range(NUM_SAMPLES), layers="all")
+    given = arguments(module, wrong_samples(module), data(NUM_SAMPLES), range(NUM_SAMPLES), layers="all")
     assert sum(p.numel() for p in module.parameters()) * 8 > 10**5
-    assert len(pickle.dumps(score_shard(*given, settings))) < 2 * 10**4
+    assert len(pickle.dumps(score_shard(*given))) < 2 * 10**4

@@ -359,3 +359,17 @@ def test_what_is_reached_is_the_first_place_left_unread(setting, world_size):
     assert read == set(order[: 5 * world_size])
     report, _ = make_report(parts, selection, reference, EngineSettings())
     assert report.reference == f"{5 * world_size} of 60 training samples, as many as the time budget allows"
+
+
+def test_the_choice_behind_the_curvature_is_seeded_and_named(setting, monkeypatch):
+    module, adapter, train, validation = setting
+    monkeypatch.setattr("lightning_gradsim.explanation.CURVATURE_SAMPLES", 25)
+    chosen = [make_reference(train, adapter, None, seed).for_curvature().ids.tolist() for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert len(set(chosen[0])) == 25
+    selection = validate(module, adapter, validation)
+    note = "influence takes its curvature from 25 training samples, chosen at random"
+    assert note in report_of(module, adapter, train, selection, similarity="influence").notes
+    assert note not in report_of(module, adapter, train, selection).notes
+    monkeypatch.setattr("lightning_gradsim.explanation.CURVATURE_SAMPLES", NUM_TRAIN)
+    assert not report_of(module, adapter, train, selection, similarity="influence").notes

@@ -162,3 +162,11 @@ def test_bytes_in_words(number, words):
 def test_the_cheaper_product_is_chosen(positions, kind):
     factors = OuterFactors(torch.randn(8, positions, 1, 16), torch.randn(8, positions, 1, 16), bias=False)
     assert product_cost(factors, 4, positions)[0] == kind
+
+
+def test_influence_compares_preconditioned_gradients_too(module, batch):
+    one, other = (
+        plan(module, batch, "all", num_queries=QUERIES, similarity=similarity, show=False)
+        for similarity in ("dot", "influence")
+    )
+    assert (one.num_query_gradients, other.num_query_gradients) == (2 * QUERIES, 4 * QUERIES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_gradsim import topk
-from lightning_gradsim.topk import TopK, merge_largest
+from lightning_gradsim.topk import ScoreSums, TopK, merge_largest
 
 
 def sorted_all(scores, ids, k):
@@ -117,3 +117,24 @@ def test_of_a_repeated_id_the_largest_score_counts():
     for ordered in (parts, parts[::-1]):
         scores, ids = merge_largest(ordered, 2)
         assert (scores.tolist(), ids.tolist()) == ([[3.0, 2.0]], [[7, 8]])
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 9])
+def test_sums_over_passes(batch_size):
+    ids = torch.randperm(30)[:9]
+    sums, expected = ScoreSums(ids, 4), torch.zeros(3, 30)
+    for weights in (2.0, torch.tensor([1.0, 0.5, 3.0])):
+        sums.weights = weights
+        scores, order = torch.randint(5, (3, 9)).float(), torch.randperm(9)
+        expected[:, ids] += (weights if isinstance(weights, float) else weights[:, None]) * scores
+        for part in order.split(batch_size):
+            sums.update(scores[:, part], ids[part])
+    values, found = sums.compute()
+    for row in range(3):
+        best = sorted(ids.tolist(), key=lambda i: (-expected[row, i], i))[:4]
+        assert found[row].tolist() == best
+        assert values[row].tolist() == expected[row, best].tolist()
+
+
+def test_sums_of_nothing():
+    assert [part.shape for part in ScoreSums(torch.arange(3), 2).compute()] == [(0, 0), (0, 0)]
