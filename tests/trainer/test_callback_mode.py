@@ -189,6 +189,16 @@ def test_a_part_of_the_training_data_is_chosen_from(tmp_path, data, monkeypatch)
     assert read(gradsim).num_train_samples == 200
 
 
+def test_samples_are_known_by_id_in_any_order(tmp_path, data, monkeypatch):
+    keep_suspects_of_the_pass(monkeypatch)
+    order = torch.randperm(NUMBER, generator=torch.Generator().manual_seed(0)).tolist()
+    reads = []
+    for number, train in enumerate((data, Subset(data, order))):
+        gradsim, _, _ = fit(tmp_path / str(number), in_run(), Still(), train=loader(train), max_epochs=2)
+        reads.append(set(read(gradsim).suspects.sample_ids.tolist()))
+    assert len(reads[0] & reads[1]) > 0.95 * len(reads[0] | reads[1])  # but for rounding
+
+
 def test_nothing_to_explain_reads_the_probe(tmp_path, data):
     x, _ = val_data().tensors
     right = torch.utils.data.TensorDataset(x, Still()(x).argmax(1))
