@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples, tensors_of
-from lightning_gradsim.clock import until
+from lightning_gradsim.clock import Clock, until
 from lightning_gradsim.engine import EngineSettings, ShardResult, merge_shards, score_shard
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.memory import default_budget
@@ -220,18 +220,26 @@ def score_part(
     ]
     reader = reference.reader if reading.seconds is None else reference.in_turn(reading.start)
     share = reader.share(reading.rank, reading.world_size)
-    num_batches = -(-len(share) // share.batch_size)
-    batches = run.show_progress(until(share.batches(), reading.seconds), num_batches, "gradient similarity")
+    num_batches, curvature_clock = -(-len(share) // share.batch_size), Clock()
+    batches = run.show_progress(
+        until(share.batches(), reading.seconds, curvature_clock), num_batches, "gradient similarity"
+    )
     train_batches = ((ids, run.move(batch)) for ids, batch in batches)
     if settings.memory_budget is None:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         settings = replace(settings, memory_budget=default_budget(device, reading.world_size))
-    # Every process reads the same ones: several find what one finds, and nothing has to be sent.
-    curvature_batches = ((ids, run.move(batch)) for ids, batch in reference.for_curvature().batches())
+    curvature_batches = _read_for_curvature(reference, run, curvature_clock)
     shard = score_shard(module, adapter, query_batches, train_batches, settings, run.forward_context, curvature_batches)
     unread = share.ids[len(shard.suspects) :]
     reached = int((reader.ids == unread[0]).nonzero()) if len(unread) else len(reader)
     return Part(shard, reached)
+
+
+def _read_for_curvature(reference: Reference, run: RunContext, clock: Clock) -> Iterator[tuple[Tensor, Any]]:
+    """Every process reads the same ones: several find what one finds, and nothing has to be sent."""
+    with clock.working():
+        for ids, batch in reference.for_curvature().batches():
+            yield ids, run.move(batch)
 
 
 def make_report(
