@@ -77,20 +77,18 @@ class Clock:
             self._finished, self._begin = self.seconds, None
 
 
-def until(items: Iterable[T], seconds: float | None) -> Iterator[T]:
-    """The items, until the time from now on is over; one in any case.
+def until(items: Iterable[T], seconds: float | None, before: Clock | None = None) -> Iterator[T]:
+    """The items, until the time is over; one in any case.
 
     Args:
         items: What is iterated.
-        seconds: The time; ``None`` for no end.
+        seconds: The time, from the first item on; ``None`` for no end.
+        before: What it has counted when the first item is asked for is part of the time.
 
-    Returns:
+    Yields:
         The items.
     """
-    return _until(items, time.perf_counter(), seconds)
-
-
-def _until(items: Iterable[T], begin: float, seconds: float | None) -> Iterator[T]:
+    begin = time.perf_counter() - (0.0 if before is None else before.seconds)
     for item in items:
         yield item
         if seconds is not None and time.perf_counter() - begin >= seconds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples, tensors_of
-from lightning_gradsim.clock import until
+from lightning_gradsim.clock import Clock, until
 from lightning_gradsim.collation import ONE_AT_A_TIME, reorders_samples
 from lightning_gradsim.engine import EngineSettings, Observer, Rounds, ShardResult, merge_shards, score_shard
 from lightning_gradsim.errors import BatchFormatError
@@ -245,17 +245,19 @@ def score_part(
     if reading.is_first:
         reader = reader.choose(torch.arange(min(len(reader), max(MIN_FIRST, int(FIRST_SHARE * len(reader))))))
     share = reader.share(reading.rank, reading.world_size)
+    curvature_clock = Clock()
 
     def read(samples: SampleReader, seconds: float | None) -> Iterable[tuple[Tensor, Any]]:
         num_batches = -(-len(samples) // samples.batch_size)
-        batches = run.show_progress(until(samples.batches(), seconds), num_batches, "gradient similarity")
+        batches = run.show_progress(
+            until(samples.batches(), seconds, curvature_clock), num_batches, "gradient similarity"
+        )
         return ((ids, run.move(batch)) for ids, batch in batches)
 
     if settings.memory_budget is None:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         settings = replace(settings, memory_budget=default_budget(device, reading.world_size))
-    # Every process reads the same ones: several find what one finds, and nothing has to be sent.
-    curvature_batches = ((ids, run.move(batch)) for ids, batch in reference.for_curvature().batches())
+    curvature_batches = _read_for_curvature(reference, run, curvature_clock)
 
     def score(train_batches: Iterable[tuple[Tensor, Any]] | Rounds) -> ShardResult:
         return score_shard(
@@ -292,6 +294,13 @@ def score_part(
     unread = share.ids[len(shard.suspects) :]
     reached = int((reader.ids == unread[0]).nonzero()) if len(unread) else len(reader)
     return Part(shard, reached, finding, is_first=reading.is_first)
+
+
+def _read_for_curvature(reference: Reference, run: RunContext, clock: Clock) -> Iterator[tuple[Tensor, Any]]:
+    """Every process reads the same ones: several find what one finds, and nothing has to be sent."""
+    with clock.working():
+        for ids, batch in reference.for_curvature().batches():
+            yield ids, run.move(batch)
 
 
 def make_report(

@@ -97,11 +97,15 @@ def test_no_share_of_nothing(now):
     assert clock.share is None
 
 
-def test_the_time_of_items_counts_from_the_call(now):
-    """What is done before the first one is asked for, too."""
-    items = until(range(5), 10.0)
-    now.seconds += 9
+@pytest.mark.parametrize("has_before", [True, False])
+def test_the_time_of_items(now, has_before):
+    """From the first one on, with what was counted before; not what lies between call and first item."""
+    clock = Clock()
+    items = until(range(5), 10.0, clock if has_before else None)
+    work(clock, now, 4)
+    now.seconds += 100
     assert next(items) == 0
+    now.seconds += 5
     assert next(items) == 1
     now.seconds += 1
-    assert list(items) == []
+    assert list(items) == ([] if has_before else [2, 3, 4])
