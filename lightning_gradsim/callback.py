@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import check_choice, check_count, check_share, check_type
+from lightning_gradsim.arguments import check_choice, check_count, check_share, check_type, in_words
 from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
@@ -31,10 +31,12 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.reporter import Reporter, ReporterSettings
 from lightning_gradsim.schedule import Moment, Schedule
 from lightning_gradsim.scores import Similarity
+from lightning_gradsim.sinks import Sink
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.training_watch import TrainingWatch
 
 STATE_VERSION = 2
+NO_ARGUMENTS = frozenset({"self", "__class__"})
 logger = logging.getLogger(__name__)
 
 
@@ -44,9 +46,10 @@ class GradSimCallback(Callback):
     At the last validation of every ``every_n_epochs``-th epoch, and in ``trainer.validate``, misclassified validation
     samples become queries. One pass over the training samples compares per-sample gradients of the chosen layers,
     exactly. The result is ``report``, files in ``<log dir>/<name>/`` (``report.json``, ``suspects.csv``,
-    ``influences.csv``, ``mistakes.png``) and, with a ``TensorBoardLogger``, under ``<name>/``: the image ``mistakes``,
-    the text ``suspects``, and the scalars ``errors`` (count), ``suspects_flagged`` (count), ``overhead_seconds`` (s),
-    ``overhead_share`` (time taken so far over the time of the run without it).
+    ``influences.csv``, ``report.html`` and pictures) and, with a ``TensorBoardLogger`` or a ``WandbLogger``, under
+    ``<name>/``: images and texts ``mistakes`` and ``suspects``, and the scalars ``errors`` (count),
+    ``suspects_flagged`` (count), ``overhead_seconds`` (s), ``overhead_share`` (time taken so far over the time of the
+    run without it).
 
     The training run is left as it was, bit for bit: see ``docs/design.md``.
 
@@ -75,6 +78,11 @@ class GradSimCallback(Callback):
         mean: Mean of the images' normalisation, a value a channel, undone on panels.
         std: Standard deviation of the images' normalisation, undone on panels.
         show_teachers: Whether panels show who taught the wrong prediction, too.
+        describe: What is shown of samples that are no pictures: a function from a sample of the dataset to words, or a
+            tokenizer, whose ``decode`` gets token ids. It never stops a report.
+        feature_names: Names of the numbers of an input, which are then shown as a table.
+        sinks: Further places for reports, beside files and the trainer's own loggers: objects with the methods of
+            ``Sink``.
         mislabel_score: What suspects are ranked by, from the logits and features of all training steps:
             ``"margin_knn"``, ``"log_margin"``, ``"knn"``, ``"aum"``, ``"loss"``, ``"el2n"`` or ``"self_influence"``.
             ``None`` watches no training steps: suspects are those of largest gradient in one pass.
@@ -123,6 +131,9 @@ class GradSimCallback(Callback):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         show_teachers: bool = False,
+        describe: Any = None,
+        feature_names: Sequence[str] | None = None,
+        sinks: Sequence[Sink] = (),
         mislabel_score: str | None = "margin_knn",
         max_state_mb: float = 256.0,
         id_key: str | int | None = None,
@@ -131,6 +142,7 @@ class GradSimCallback(Callback):
         name: str = "gradsim",
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
+        words = {argument: in_words(value) for argument, value in locals().items() if argument not in NO_ARGUMENTS}
         super().__init__()
         check_choice("on_error", on_error, ("warn", "raise"))
         check_choice("query_policy", query_policy, QUERY_POLICIES)
@@ -152,7 +164,19 @@ class GradSimCallback(Callback):
         self._schedule = Schedule(every_n_epochs, every_n_steps, warmup_epochs, last_epoch_only)
         self._failures = Failures(type(self).__name__)
         contents = ReporterSettings(
-            self.settings, train_data, max_train_samples, seed, class_names, mean, std, show_teachers, name
+            self.settings,
+            train_data,
+            max_train_samples,
+            seed,
+            class_names,
+            mean,
+            std,
+            show_teachers,
+            name,
+            describe,
+            feature_names,
+            sinks,
+            words,
         )
         self._reporter = Reporter(contents, self._failures.warn_once)
         self._clock = Clock()
@@ -448,12 +472,12 @@ class GradSimCallback(Callback):
     ) -> None:
         self._reporter.log_plan(report)
         readers = collector.readers({query.dataloader_idx for query in report.queries})
-        panel = self._reporter.draw(report, kept, readers)
+        drawing = self._reporter.draw(report, kept, readers)
         if bridge.is_trial_run(trainer):
             return
         seconds, share = self._clock.validation_seconds, self._clock.share  # now with what drawing took
         self.report = report = replace(report, seconds=seconds, time_share=share)
-        self._reporter.write(report, panel, directory, bridge.tensorboard_writers(trainer))
+        self._reporter.write(report, drawing, directory, bridge.sinks_of(trainer))
 
     def _clear(self) -> None:
         self._collector = self._waiting = None

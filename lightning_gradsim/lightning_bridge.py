@@ -18,7 +18,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -30,6 +30,7 @@ from lightning_gradsim.datasets import sample_ids
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.explanation import RunContext
 from lightning_gradsim.schedule import Moment
+from lightning_gradsim.sinks import Sink, TensorBoardSink, WandbSink
 
 T = TypeVar("T")
 BAR_DELAY = 1.0
@@ -265,9 +266,15 @@ def gather(trainer: Trainer, value: T) -> list[T]:
     return values
 
 
-def tensorboard_writers(trainer: Trainer) -> list[Any]:
-    """The summary writer of every TensorBoard logger."""
-    return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+def sinks_of(trainer: Trainer) -> list[Sink]:
+    """A sink for every logger of the trainer that takes pictures."""
+    sinks: list[Sink] = []
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            sinks.append(TensorBoardSink(logger.experiment))
+        elif isinstance(logger, WandbLogger):
+            sinks.append(WandbSink(logger.experiment))
+    return sinks
 
 
 def is_trial_run(trainer: Trainer) -> bool:

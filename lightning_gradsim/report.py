@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 from lightning_gradsim.datasets import Relabelled, sample_ids
 from lightning_gradsim.plain_values import Label, write_csv
 from lightning_gradsim.plan_record import Plan
-from lightning_gradsim.suspects import SuspectTable
+from lightning_gradsim.suspects import Suspect, SuspectTable
 
 REPORT_VERSION = 1
 INFLUENCE_COLUMNS = (
@@ -105,6 +105,8 @@ class Report:
         augmented: Whether reading a training sample twice gives two different samples.
         task: ``classification``, ``binary``, ``multilabel`` or ``regression``.
         plan: How the pass computed; ``None`` without training samples.
+        settings: What the callback was given, in words.
+        versions: Releases of what the report depends on, by name.
     """
 
     epoch: int
@@ -127,6 +129,8 @@ class Report:
     task: str = "classification"
     plan: Plan | None = None
     share_read: float = 1.0
+    settings: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def errors_in_words(self) -> str:
@@ -134,6 +138,28 @@ class Report:
         if self.task == "regression":
             return f"{self.num_validation_samples:,} validation samples, studied by loss"
         return f"{self.num_errors:,} of {self.num_validation_samples:,} validation samples wrong"
+
+    @property
+    def nothing_in_words(self) -> str:
+        """Why there are no queries; empty where there are some."""
+        if self.queries:
+            return ""
+        if self.num_dropped_queries:
+            return "what validation met as wrong is right under the weights present at scoring"
+        return "no validation sample is misclassified"
+
+    @property
+    def cost_in_words(self) -> str:
+        """Seconds of this report, and the share of training time that all have taken."""
+        return f"{self.seconds:.2f} s{'; ' * (self.time_share is not None)}{self.share_in_words}"
+
+    @property
+    def share_in_words(self) -> str:
+        """What all reports have cost so far, as a share of training time; empty where it is not known."""
+        if self.time_share is None:
+            return ""
+        words = f"{self.time_share:.1%} of" if self.time_share < 1 else f"{self.time_share:.1f} times"
+        return f"so far {words} the time that training took without it"
 
     @property
     def suspect_queries(self) -> tuple[QueryReport, ...]:
@@ -149,6 +175,19 @@ class Report:
         if self.class_names is not None and 0 <= label < len(self.class_names):
             return self.class_names[label]
         return str(label)
+
+    def flagged_among(self, sample_ids: Sequence[int]) -> dict[int, Suspect]:
+        """Those of some training samples whose labels look wrong.
+
+        Args:
+            sample_ids: Ids of training samples.
+
+        Returns:
+            The flagged suspects among them, by sample id.
+        """
+        wanted = torch.tensor(list(sample_ids), dtype=torch.long)
+        rows = (torch.isin(self.suspects.sample_ids, wanted) & self.suspects.flagged).nonzero().flatten().tolist()
+        return {suspect.sample_id: suspect for suspect in (self.suspects[row] for row in rows)}
 
     def relabel(self, dataset: Dataset[Any], limit: int | None = None) -> Relabelled:
         """The training data with suggested labels instead of those that look wrong.
@@ -234,14 +273,8 @@ class Report:
         yield f"epoch {self.epoch}, step {self.step}: {self.errors_in_words}"
         yield f"{len(self.queries)} queries against {self.reference} ({layers}; {self.similarity})"
         if not self.queries:
-            dropped = "what validation met as wrong is right under the weights present at scoring"
-            reason = dropped if self.num_dropped_queries else "no validation sample is misclassified"
-            yield f"nothing to explain: {reason}"
-        share = ""
-        if self.time_share is not None:
-            words = f"{self.time_share:.1%} of" if self.time_share < 1 else f"{self.time_share:.1f} times"
-            share = f"; so far {words} the time that training took without it"
-        yield f"cost: {self.seconds:.2f} s{share}"
+            yield f"nothing to explain: {self.nothing_in_words}"
+        yield f"cost: {self.cost_in_words}"
 
     def _query_lines(self, query: QueryReport) -> Iterator[str]:
         probability = "" if query.probability is None else f" ({query.probability:.0%})"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from lightning_gradsim.adapter import Adapter
@@ -19,6 +18,7 @@ from lightning_gradsim.arguments import (
     check_names,
     check_normalisation,
     check_seed,
+    check_sinks,
     check_type,
 )
 from lightning_gradsim.engine import EngineSettings
@@ -28,7 +28,6 @@ from lightning_gradsim.explanation import (
     Reading,
     Reference,
     RunContext,
-    collect_pictures,
     make_reference,
     make_report,
     score_part,
@@ -36,10 +35,27 @@ from lightning_gradsim.explanation import (
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.report import Report
 from lightning_gradsim.sample_statistics import num_differing_labels
-from lightning_gradsim.sinks import TensorBoardWriter, save_png_atomically, write_report_files, write_tensorboard
+from lightning_gradsim.shown_samples import ShownSamples, collect_shown_samples
+from lightning_gradsim.sinks import (
+    Publication,
+    Sink,
+    save_png_atomically,
+    write_everywhere,
+    write_report_files,
+    write_text_atomically,
+)
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.train_pass import SampleReader, make_reader
-from lightning_gradsim.views import mistake_panel
+from lightning_gradsim.versions import installed_versions
+from lightning_gradsim.views import (
+    ExhibitMaker,
+    Pixels,
+    mistake_panel,
+    mistakes_markdown,
+    report_page,
+    suspects_gallery,
+    suspects_markdown,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +74,10 @@ class ReporterSettings:
         std: Standard deviation of the images' normalisation.
         show_teachers: Whether panels show teachers.
         name: Tag prefix, and name of a folder.
+        describe: From a sample of the dataset to words, or a tokenizer.
+        feature_names: Names of the numbers of an input.
+        sinks: Further places for reports.
+        words: All arguments of the callback in words.
 
     Raises:
         TypeError: If a value has a wrong type.
@@ -73,6 +93,10 @@ class ReporterSettings:
     std: Sequence[float] | None
     show_teachers: bool
     name: str
+    describe: Any = None
+    feature_names: Sequence[str] | None = None
+    sinks: Sequence[Sink] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -82,6 +106,23 @@ class ReporterSettings:
         check_normalisation(self.mean, self.std)
         check_type("show_teachers", self.show_teachers, isinstance(self.show_teachers, bool), "True or False")
         check_folder_name("name", self.name)
+        is_describer = self.describe is None or callable(self.describe) or hasattr(self.describe, "decode")
+        check_type("describe", self.describe, is_describer, "a function of a sample, or a tokenizer with `decode`")
+        check_names("feature_names", self.feature_names)
+        check_sinks(self.sinks)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """What is shown of a report.
+
+    Attributes:
+        pictures: By name.
+        shown: Pictures, texts and values of the samples that the report names.
+    """
+
+    pictures: Mapping[str, Pixels]
+    shown: ShownSamples
 
 
 class Reporter:
@@ -173,6 +214,7 @@ class Reporter:
         report, kept = make_report(parts, selection, self._reference, own.engine)
         if self._change is not None:
             report = replace(report, notes=(*report.notes, self._change))
+        report = replace(report, settings=own.words, versions=installed_versions())
         if own.class_names is not None:
             report = replace(report, class_names=tuple(own.class_names))
         return report, kept
@@ -197,8 +239,8 @@ class Reporter:
             report = replace(report, suspects=table)
         return replace(report, notes=(*report.notes, *notes))
 
-    def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> NDArray[np.uint8]:
-        """The panel of a report.
+    def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> Drawing:
+        """The pictures of a report.
 
         Args:
             report: The report.
@@ -206,32 +248,73 @@ class Reporter:
             readers: Readers of the validation datasets by loader.
 
         Returns:
-            Picture, uint8 ``[H, W, 3]``.
+            Pictures, and what else is shown of samples.
         """
         assert self._reference is not None
-        query_images, train_images = collect_pictures(report, kept, self._reference, readers)
         own = self._settings
-        return mistake_panel(
-            report, query_images, train_images, show_teachers=own.show_teachers, mean=own.mean, std=own.std
-        )
+        maker = ExhibitMaker(own.mean, own.std, own.describe, own.feature_names)
+        shown = collect_shown_samples(report, kept, self._reference.reader, readers, maker)
+        if shown.failure is not None:
+            self._warn(f"`describe=` failed on a sample, which is shown without its text. {shown.failure.rstrip('.')}")
+        pictures = {}
+        if shown.have_pictures or not shown.have_words:
+            pictures["mistakes"] = mistake_panel(report, shown.queries, shown.train, show_teachers=own.show_teachers)
+        if shown.have_pictures:
+            pictures["suspects"] = suspects_gallery(report, shown.train)
+        return Drawing(pictures, shown)
 
-    def write(
-        self, report: Report, panel: NDArray[np.uint8], directory: Path, writers: Sequence[TensorBoardWriter]
-    ) -> None:
-        """Write a report.
+    def write(self, report: Report, drawing: Drawing, directory: Path, sinks: Sequence[Sink]) -> None:
+        """Write a report everywhere, also where one of the places fails.
 
         Args:
             report: The report.
-            panel: Its panel.
+            drawing: Its pictures.
             directory: Folder of the files.
-            writers: The TensorBoard writers.
+            sinks: The loggers.
         """
-        write_report_files(report, directory)
-        save_png_atomically(panel, directory / "mistakes.png")
-        if not writers:
+        sinks = [*sinks, *self._settings.sinks]
+        if not sinks:
             self._warn(f"no logger takes pictures: the report is in `{directory}` and in `callback.report`")
-        for writer in writers:
-            write_tensorboard(writer, report, panel, self._settings.name)
+        publication = self._publication(report, drawing)
+        write_everywhere(
+            [
+                ("files", lambda: self._write_files(report, drawing, directory)),
+                *((type(sink).__name__, partial(publication.write_to, sink)) for sink in sinks),
+            ]
+        )
+
+    def _write_files(self, report: Report, drawing: Drawing, directory: Path) -> None:
+        write_report_files(report, directory)
+        for name, pixels in drawing.pictures.items():
+            save_png_atomically(pixels, directory / f"{name}.png")
+        shown = drawing.shown
+        page = report_page(
+            report,
+            shown.queries,
+            shown.train,
+            show_teachers=self._settings.show_teachers,
+            near_duplicates=shown.near_duplicates(report),
+        )
+        write_text_atomically(page, directory / "report.html")
+
+    def _publication(self, report: Report, drawing: Drawing) -> Publication:
+        name, shown = self._settings.name, drawing.shown
+        scalars = {
+            "errors": float(report.num_errors),
+            "suspects_flagged": float(report.suspects.num_flagged),
+            "overhead_seconds": report.seconds,
+            **({} if report.time_share is None else {"overhead_share": report.time_share}),
+        }
+        texts = {
+            "mistakes": mistakes_markdown(report, shown.queries, shown.train),
+            "suspects": suspects_markdown(report, shown.train),
+        }
+        return Publication(
+            report.step,
+            images={f"{name}/{tag}": pixels for tag, pixels in drawing.pictures.items()},
+            texts={f"{name}/{tag}": text for tag, text in texts.items()},
+            scalars={f"{name}/{tag}": value for tag, value in scalars.items()},
+        )
 
     def log_plan(self, report: Report) -> None:
         """Log the plan once, and again where it is another one.

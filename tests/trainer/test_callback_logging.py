@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from lightning_gradsim import GradSimCallback
 from tests.trainer.support import Classifier, collect_warnings, fit, loader, read, strict, train_data, val_data
 
-FILES = {"suspects.csv", "influences.csv", "report.json", "mistakes.png"}
+FILES = {"suspects.csv", "influences.csv", "report.json", "report.html", "mistakes.png"}
 
 
 def tensorboard(root, version):
