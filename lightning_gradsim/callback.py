@@ -241,6 +241,7 @@ class GradSimCallback(Callback):
             "last_step": self._last_step,
             "passed_over": self._num_passed_over,
             "in_run": self._watch.state_dict(),
+            "history": self._reporter.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -257,6 +258,7 @@ class GradSimCallback(Callback):
         self._last_step = int(state_dict.get("last_step", 0))
         self._num_passed_over = int(state_dict.get("passed_over", 0))
         self._watch.load_state_dict(state_dict.get("in_run", {}))
+        self._reporter.load_state_dict(state_dict.get("history", {}))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that are not supported; a callback that has stopped tries again in a new run."""
@@ -266,6 +268,7 @@ class GradSimCallback(Callback):
             # Before a resume loads its state.
             self._num_read = self._last_step = self._num_passed_over = 0
             self._batch_idx = -1
+            self._reporter.begin_run()
             self._watch.attach(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -419,11 +422,14 @@ class GradSimCallback(Callback):
                 trainer, lambda: self._watch.suspects(report) if trainer.is_global_zero else None
             )[0]
             assert judged is not None
-            self.report = report = replace(
+            report = replace(
                 self._reporter.with_suspects(report, *judged),
                 seconds=self._clock.validation_seconds,
                 time_share=self._clock.share,
             )
+            if trainer.state.fn == "fit":
+                report = self._reporter.with_history(report, selection)
+            self.report = report
             self._num_read += min(part.reached for part in parts)
             self._last_step, self._num_passed_over = self._moment.step, 0
             self._supervisor.on_all_ranks(

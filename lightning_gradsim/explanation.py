@@ -18,7 +18,7 @@ from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.memory import default_budget
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.query_side import QueryBatch
-from lightning_gradsim.report import QueryReport, Report
+from lightning_gradsim.report import ErrorPair, Histogram, QueryReport, Report
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import (
     SampleReader,
@@ -29,6 +29,7 @@ from lightning_gradsim.train_pass import (
     stratified_indices,
 )
 
+MAX_PAIRS = 1000
 NOISY_VALIDATION = 0.3
 """Share of queries whose own label looks wrong from which the report warns of a noisy validation set."""
 AUGMENTED = (
@@ -272,6 +273,8 @@ def make_report(
         num_validation_samples=num_validation_samples,
         num_errors=num_errors,
         errors_per_class=errors_per_class,
+        error_pairs=tuple(ErrorPair(*pair, count) for pair, count in selection.pair_counts().items())[:MAX_PAIRS],
+        self_influence=Histogram.of(result.suspects.scores),
         num_dropped_queries=len(selection.queries) - len(queries),
         queries=queries,
         suspects=result.suspects,

@@ -7,10 +7,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from lightning_gradsim.datasets import Relabelled, sample_ids
+from lightning_gradsim.history import FollowedQuery, TrendPoint
 from lightning_gradsim.plain_values import Label, write_csv
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.suspects import Suspect, SuspectTable
@@ -66,6 +70,8 @@ class QueryReport:
         teachers: Proponents for the predicted label by the chosen similarity, strongest first.
         look_alikes: Highest cosine, closest first.
         label_looks_wrong: Whether its own label is doubtful, judged by the closest training samples and by the model.
+        wrong_since: First epoch of its latest run of mistakes, as far as validations were looked at; ``None`` where it
+            has no id, and outside ``fit``.
     """
 
     sample_id: int | None
@@ -78,6 +84,54 @@ class QueryReport:
     teachers: tuple[InfluentialSample, ...] = ()
     look_alikes: tuple[InfluentialSample, ...] = ()
     label_looks_wrong: bool = False
+    wrong_since: int | None = None
+
+
+@dataclass(frozen=True)
+class ErrorPair:
+    """Misclassified validation samples of one label that are taken for another one.
+
+    Attributes:
+        label: The given label.
+        prediction: What the model predicts.
+        count: How many.
+    """
+
+    label: int
+    prediction: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How the squared gradient norms of training samples are distributed.
+
+    Attributes:
+        edges: Edges of the bins, in powers of ten, rising.
+        counts: Samples in each bin.
+        num_zero: Samples of which the norm is zero, in no bin.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    num_zero: int
+
+    def values(self) -> NDArray[np.float64]:
+        """The middle of its bin for each sample, in powers of ten, ``[N]``."""
+        edges = np.array(self.edges)
+        return np.repeat((edges[1:] + edges[:-1]) / 2, self.counts)
+
+    @staticmethod
+    def of(values: Tensor, num_bins: int = 30) -> Histogram | None:
+        """The histogram of values of at least zero, ``[N]``; ``None`` where none is positive and finite."""
+        logs = values[(values > 0) & values.isfinite()].double().log10()
+        if not len(logs):
+            return None
+        low, high = float(logs.min()), float(logs.max())
+        low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
+        counts = torch.histc(logs, num_bins, low, high).long().tolist()
+        edges = torch.linspace(low, high, num_bins + 1, dtype=torch.float64).tolist()
+        return Histogram(tuple(edges), tuple(counts), int((values == 0).sum()))
 
 
 @dataclass(frozen=True)
@@ -107,6 +161,10 @@ class Report:
         plan: How the pass computed; ``None`` without training samples.
         settings: What the callback was given, in words.
         versions: Releases of what the report depends on, by name.
+        error_pairs: Misclassified samples by label and prediction, the most frequent first; empty without classes.
+        self_influence: Squared gradient norms of the training samples that the pass has read.
+        trends: This report and earlier ones of the run in numbers, the newest last.
+        followed: What has become of queries of this report and of earlier ones.
     """
 
     epoch: int
@@ -131,6 +189,10 @@ class Report:
     share_read: float = 1.0
     settings: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    error_pairs: tuple[ErrorPair, ...] = ()
+    self_influence: Histogram | None = None
+    trends: tuple[TrendPoint, ...] = ()
+    followed: tuple[FollowedQuery, ...] = ()
 
     @property
     def errors_in_words(self) -> str:
@@ -243,6 +305,10 @@ class Report:
             "version": REPORT_VERSION,
             **values,
             "plan": None if self.plan is None else asdict(self.plan),
+            "error_pairs": [asdict(pair) for pair in self.error_pairs],
+            "self_influence": None if self.self_influence is None else asdict(self.self_influence),
+            "trends": [asdict(point) for point in self.trends],
+            "followed": [asdict(query) for query in self.followed],
             "errors_per_class": {str(label): count for label, count in self.errors_per_class.items()},
             "num_flagged": self.suspects.num_flagged,
             "queries": [asdict(query) for query in self.queries],

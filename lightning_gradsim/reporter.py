@@ -32,10 +32,11 @@ from lightning_gradsim.explanation import (
     make_report,
     score_part,
 )
+from lightning_gradsim.history import History, TrendPoint, key_of
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.report import Report
 from lightning_gradsim.sample_statistics import num_differing_labels
-from lightning_gradsim.shown_samples import ShownSamples, collect_shown_samples
+from lightning_gradsim.shown_samples import SHOWN_QUERIES, ShownSamples, collect_shown_samples
 from lightning_gradsim.sinks import (
     Publication,
     Sink,
@@ -45,11 +46,14 @@ from lightning_gradsim.sinks import (
     write_text_atomically,
 )
 from lightning_gradsim.suspects import SuspectTable
+from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import SampleReader, make_reader
 from lightning_gradsim.versions import installed_versions
 from lightning_gradsim.views import (
     ExhibitMaker,
     Pixels,
+    class_pairs_markdown,
+    class_pairs_picture,
     mistake_panel,
     mistakes_markdown,
     report_page,
@@ -140,6 +144,7 @@ class Reporter:
         self._reference: Reference | None = None
         self._change: str | None = None
         self._logged_plan = ""
+        self._history = History()
 
     @property
     def has_source(self) -> bool:
@@ -239,6 +244,55 @@ class Reporter:
             report = replace(report, suspects=table)
         return replace(report, notes=(*report.notes, *notes))
 
+    def with_history(self, report: Report, selection: QuerySelection) -> Report:
+        """The report beside the earlier ones of its run, which then remembers it.
+
+        Args:
+            report: The report, complete but for this.
+            selection: The queries, of all processes.
+
+        Returns:
+            The report.
+        """
+        history = self._history
+        if report.task != Task.REGRESSION.value:  # there, every sample counts as one to look at
+            history.see(report.epoch, *selection.known_keys())
+        keys = [None if q.sample_id is None else key_of(q.dataloader_idx, q.sample_id) for q in report.queries]
+        shown = [(key, query) for key, query in zip(keys, report.queries, strict=True) if key is not None]
+        history.follow([(key, query.label, query.prediction) for key, query in shown[:SHOWN_QUERIES]])
+        harmful = [sample.label_is_prediction for query in report.queries for sample in query.harmful]
+        point = TrendPoint(
+            report.epoch,
+            report.step,
+            report.num_errors,
+            report.suspects.num_flagged,
+            history.overlap(report.suspects.sample_ids),
+            sum(harmful) / len(harmful) if harmful else None,
+            report.seconds,
+        )
+        history.add(point)
+        queries = tuple(
+            query if key is None else replace(query, wrong_since=history.wrong_since(key))
+            for key, query in zip(keys, report.queries, strict=True)
+        )
+        return replace(report, queries=queries, trends=history.points, followed=history.followed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later reports of the run need of earlier ones, plain values and tensors."""
+        return self._history.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: The state.
+        """
+        self._history.load_state_dict(state)
+
+    def begin_run(self) -> None:
+        """Forget earlier runs."""
+        self._history = History()
+
     def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> Drawing:
         """The pictures of a report.
 
@@ -261,6 +315,8 @@ class Reporter:
             pictures["mistakes"] = mistake_panel(report, shown.queries, shown.train, show_teachers=own.show_teachers)
         if shown.have_pictures:
             pictures["suspects"] = suspects_gallery(report, shown.train)
+        if report.error_pairs:
+            pictures["class_pairs"] = class_pairs_picture(report)
         return Drawing(pictures, shown)
 
     def write(self, report: Report, drawing: Drawing, directory: Path, sinks: Sequence[Sink]) -> None:
@@ -299,21 +355,29 @@ class Reporter:
 
     def _publication(self, report: Report, drawing: Drawing) -> Publication:
         name, shown = self._settings.name, drawing.shown
-        scalars = {
+        scalars: dict[str, float | None] = {
             "errors": float(report.num_errors),
             "suspects_flagged": float(report.suspects.num_flagged),
             "overhead_seconds": report.seconds,
-            **({} if report.time_share is None else {"overhead_share": report.time_share}),
+            "overhead_share": report.time_share,
         }
+        if report.trends:
+            newest = report.trends[-1]
+            scalars["suspects_overlap"] = newest.suspects_overlap
+            scalars["harmful_with_prediction"] = newest.harmful_with_prediction
         texts = {
             "mistakes": mistakes_markdown(report, shown.queries, shown.train),
             "suspects": suspects_markdown(report, shown.train),
+            **({"class_pairs": class_pairs_markdown(report)} if report.error_pairs else {}),
         }
+        histogram = report.self_influence
+        histograms = {} if histogram is None else {"self_influence_log10": histogram.values()}
         return Publication(
             report.step,
             images={f"{name}/{tag}": pixels for tag, pixels in drawing.pictures.items()},
             texts={f"{name}/{tag}": text for tag, text in texts.items()},
-            scalars={f"{name}/{tag}": value for tag, value in scalars.items()},
+            scalars={f"{name}/{tag}": value for tag, value in scalars.items() if value is not None},
+            histograms={f"{name}/{tag}": values for tag, values in histograms.items()},
         )
 
     def log_plan(self, report: Report) -> None:

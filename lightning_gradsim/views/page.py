@@ -15,11 +15,13 @@ from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.images import RgbImage, picture_notes, to_png
+from lightning_gradsim.views.pairs import find_pairs, make_matrix
 from lightning_gradsim.views.tiles import doubted_label, origin
 from lightning_gradsim.views.values import ValueScale, make_scale
 
 MAX_SUSPECT_ROWS = 200
 MAX_GALLERY = 24
+MAX_PAIR_ROWS = 20
 TILES_PER_ROW = 4
 MAX_TEXT = 300
 SMALL = 100
@@ -115,7 +117,7 @@ class _PageMaker:
             "reference": report.reference,
             "similarity": report.similarity,
             "numbers": self._numbers(),
-            "sections": [("Mistakes", "mistakes"), ("Suspects", "suspects"), ("This run", "run")],
+            "sections": self._sections(),
             "notes": report.notes,
             "nothing": report.nothing_in_words,
             "picture_notes": picture_notes(pictures),
@@ -132,11 +134,88 @@ class _PageMaker:
             "hints": review_hints(report),
             "gallery": self._gallery(),
             "suspects": self._suspects(),
+            "matrix": self._matrix(),
+            "pairs": self._pairs(),
+            "trends": self._trends(),
+            "histogram": self._histogram(),
+            "followed": self._followed(),
             "plan": "" if report.plan is None else str(report.plan),
             "cost": report.cost_in_words,
             "settings": list(report.settings.items()),
             "versions": list(report.versions.items()),
         }
+
+    def _sections(self) -> list[tuple[str, str]]:
+        report = self.report
+        sections = [("Mistakes", "mistakes"), ("Suspects", "suspects")]
+        sections += [("Class pairs", "pairs")] if report.error_pairs else []
+        sections += [("Trends", "trends")] if report.trends else []
+        sections += [("Followed mistakes", "followed")] if report.followed else []
+        return [*sections, ("This run", "run")]
+
+    def _matrix(self) -> dict[str, Any]:
+        matrix = make_matrix(self.report)
+        highest = max(map(max, matrix.counts), default=0)
+        return {
+            "names": [self.report.name_of(index) for index in matrix.classes],
+            "rows": [[(count, round(count / highest, 2) if highest else 0) for count in row] for row in matrix.counts],
+            "num_left_out": matrix.num_left_out,
+        }
+
+    def _pairs(self) -> Table:
+        name = self.report.name_of
+        rows = tuple(
+            (
+                Cell(name(each.pair.label)),
+                Cell(name(each.pair.prediction)),
+                Cell(str(each.pair.count)),
+                Cell(", ".join(f"#{sample_id} ({name(label)})" for sample_id, label in each.culprits)),
+            )
+            for each in find_pairs(self.report, MAX_PAIR_ROWS)
+        )
+        columns = (Column("label"), Column("prediction"), Column("mistakes", True), Column("typical harmful samples"))
+        return Table(columns, rows)
+
+    def _trends(self) -> list[dict[str, Any]]:
+        points = self.report.trends
+        series: list[tuple[str, str, list[float | None]]] = [
+            ("mistakes", ",.0f", [point.errors for point in points]),
+            ("labels in doubt", ",.0f", [point.suspects_flagged for point in points]),
+            ("of harmful samples have the predicted label", ".0%", [point.harmful_with_prediction for point in points]),
+            ("of the first suspects were there last time", ".0%", [point.suspects_overlap for point in points]),
+            ("seconds a report", ".2f", [point.seconds for point in points]),
+        ]
+        epochs = [point.epoch for point in points]
+        charts = [_chart(name, form, epochs, values) for name, form, values in series]
+        return [chart for chart in charts if chart is not None]
+
+    def _histogram(self) -> dict[str, Any] | None:
+        histogram = self.report.self_influence
+        if histogram is None:
+            return None
+        width, highest = 240 / len(histogram.counts), max(histogram.counts)
+        bars = [
+            {"x": f"{place * width:.1f}", "width": f"{width - 1:.1f}", "height": f"{50 * count / highest:.1f}"}
+            for place, count in enumerate(histogram.counts)
+        ]
+        low, high = histogram.edges[0], histogram.edges[-1]
+        return {"bars": bars, "words": f"10^{low:.1f} to 10^{high:.1f}; {histogram.num_zero:,} are zero"}
+
+    def _followed(self) -> Table:
+        name = self.report.name_of
+        columns = ("sample", "label", "last prediction", "wrong since epoch", "fixed at epoch")
+        numbers = {"sample", "wrong since epoch", "fixed at epoch"}
+        rows = tuple(
+            (
+                Cell(f"{each.sample_id}{f' of loader {each.dataloader_idx}' if each.dataloader_idx else ''}"),
+                Cell(name(each.label)),
+                Cell(name(each.prediction)),
+                Cell(str(each.wrong_since)),
+                Cell("" if each.fixed_at is None else str(each.fixed_at)),
+            )
+            for each in self.report.followed
+        )
+        return Table(tuple(Column(column, column in numbers) for column in columns), rows)
 
     def _numbers(self) -> list[tuple[str, str, str]]:
         report, suspects = self.report, self.report.suspects
@@ -166,7 +245,7 @@ class _PageMaker:
             "label": self.report.name_of(query.label),
             "prediction": self.report.name_of(query.prediction),
             "probability": _percent(query.probability),
-            "facts": " · ".join([f"loss {query.loss:.3g}", _query_name(query)]),
+            "facts": " · ".join([f"loss {query.loss:.3g}", _query_name(query), *_since(query)]),
             "label_looks_wrong": query.label_looks_wrong,
             "duplicates": [sample_id for own, sample_id in self.near_duplicates if own == place],
             "rows": [
@@ -225,7 +304,6 @@ class _PageMaker:
                 "name": f"#{suspect.sample_id}",
                 "score": f"{suspect.score:.3g}",
                 "share": _share(suspect.score, full),
-                "visits": suspect.visits,
             }
             for suspect in shown
         ]
@@ -298,6 +376,30 @@ def review_hints(report: Report) -> list[str]:
 def _query_name(query: QueryReport) -> str:
     name = "validation sample" if query.sample_id is None else f"validation sample #{query.sample_id}"
     return f"{name} of loader {query.dataloader_idx}" if query.dataloader_idx else name
+
+
+def _chart(name: str, form: str, epochs: Sequence[int], values: Sequence[float | None]) -> dict[str, Any] | None:
+    """A line through the values that there are, 240 by 56 units; ``None`` where there is none."""
+    known = [(place, float(value)) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    low, high = min(0.0, *(value for _, value in known)), max(value for _, value in known)
+    points = [
+        (6 + 228 * place / max(1, len(values) - 1), 50 - 44 * (value - low) / ((high - low) or 1.0))
+        for place, value in known
+    ]
+    last = known[-1][1]
+    return {
+        "name": name,
+        "line": " ".join(f"{x:.1f},{y:.1f}" for x, y in points),
+        "end": (f"{points[-1][0]:.1f}", f"{points[-1][1]:.1f}"),
+        "last": format(last, form),
+        "words": f"epochs {epochs[0]} to {epochs[-1]}, up to {format(high, form)}",
+    }
+
+
+def _since(query: QueryReport) -> list[str]:
+    return [] if query.wrong_since is None else [f"wrong since epoch {query.wrong_since}"]
 
 
 def _data_uri(picture: RgbImage) -> str:

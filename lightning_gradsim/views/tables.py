@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.exhibits import Exhibit
+from lightning_gradsim.views.pairs import find_pairs
 from lightning_gradsim.views.tiles import doubted_label
 from lightning_gradsim.views.values import ValueScale, make_scale
 
@@ -88,6 +89,34 @@ def mistakes_markdown(
     )
     overview = _to_table(intro, MISTAKE_HEADS, [_mistake_cells(report, query) for query in shown])
     return "\n".join([overview, *_details(report, query_exhibits, train_exhibits or {})])
+
+
+def class_pairs_markdown(report: Report, limit: int = 20) -> str:
+    """Table of the labels that are taken for one another, and the training samples that push towards it.
+
+    Args:
+        report: What the validation showed.
+        limit: Most rows.
+
+    Returns:
+        A line that says what the table is, then the table in Markdown; the line alone without mistakes.
+    """
+    if not report.error_pairs:
+        return "No misclassified validation sample.\n"
+    intro = (
+        "Misclassified validation samples by label and prediction, the most frequent first; with the training samples "
+        "that are harmful for most of those that were studied."
+    )
+    rows = [
+        (
+            report.name_of(each.pair.label),
+            report.name_of(each.pair.prediction),
+            f"{each.pair.count:,}",
+            ", ".join(f"{sample_id} ({report.name_of(label)})" for sample_id, label in each.culprits),
+        )
+        for each in find_pairs(report, limit)
+    ]
+    return _to_table(intro, ("label", "prediction", "mistakes", "typical harmful samples"), rows)
 
 
 def _details(

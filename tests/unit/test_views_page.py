@@ -7,6 +7,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from lightning_gradsim.history import FollowedQuery, TrendPoint
+from lightning_gradsim.report import ErrorPair, Histogram
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.views import Exhibit, report_page, to_rgb
 from lightning_gradsim.views.page import review_hints
@@ -164,6 +166,30 @@ def test_tables_carry_what_sorts_them():
     heads = [found for found in reader.all("th") if "data-sort" in found]
     assert len(heads) >= 6 + 7
     assert {"12.0", "3.5"} <= {found["data-value"] for found in reader.all("td") if "data-value" in found}
+
+
+def test_pairs_trends_and_followed_mistakes():
+    points = tuple(TrendPoint(i, 10 * i, 40 - i, 9, 0.5 if i else None, None, 1.5) for i in range(3))
+    report = make_report(
+        make_query(wrong_since=4),
+        error_pairs=(ErrorPair(0, 1, 7), ErrorPair(2, 1, 3)),
+        trends=points,
+        followed=(FollowedQuery(17, 0, 1, 2, 4, None), FollowedQuery(5, 1, 0, 2, 1, 3)),
+        self_influence=Histogram((0.0, 1.0, 2.0), (3, 6), 2),
+    )
+    reader = Reader(make_page(report))
+    for expected in (
+        "wrong since epoch 4",
+        "38 mistakes epochs 0 to 2, up to 40",
+        "50% of the first suspects were there last time",
+        "10^0.0 to 10^2.0; 2 are zero",
+        "17 dog ship 4",
+        "5 of loader 1 cat ship 1 3",
+        "given \\ predicted cat dog ship cat 7 dog ship 3",
+    ):
+        assert expected in reader.text, expected
+    assert len(reader.all("polyline")) == 4, "no line for what is not known"
+    assert len(reader.all("rect")) == 2
 
 
 def test_near_duplicates_are_hinted_at():
