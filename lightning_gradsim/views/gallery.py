@@ -91,7 +91,7 @@ def _draw_header(report: Report, shown: Sequence[Suspect], notes: Sequence[str])
     caption = wrap_text(to_plain_text(_caption(report, shown)), BODY, CONTENT, max_lines=3)
     lines = [*caption, *(line for note in notes for line in wrap_text(note, BODY, CONTENT, max_lines=2))]
     canvas = Canvas(WIDTH, 44 + LINE * len(lines) + 34 * bool(shown) + 16)
-    title = f"{report.suspects.num_flagged:,} of {len(report.suspects):,} training labels look wrong"
+    title = "suspects: training labels that look wrong"
     canvas.text(MARGIN, 34, fit_text(title, TITLE, CONTENT, bold=True), TITLE, bold=True)
     baseline = 38
     for line in lines:
@@ -106,7 +106,9 @@ def _draw_header(report: Report, shown: Sequence[Suspect], notes: Sequence[str])
 
 
 def _caption(report: Report, shown: Sequence[Suspect]) -> str:
-    parts = [f"epoch {report.epoch}, step {report.step}", f"the first {len(shown)} by {report.suspects.score_name}"]
+    suspects = report.suspects
+    parts = [f"epoch {report.epoch}, step {report.step}", f"the first {len(shown)} by {suspects.score_name}"]
+    parts.append(f"{suspects.num_flagged:,} of {len(suspects):,} flagged")
     visits = {suspect.visits for suspect in shown if suspect.visits is not None}
     if visits:
         number = f"{min(visits)}" if len(visits) == 1 else f"{min(visits)} to {max(visits)}"

@@ -180,7 +180,7 @@ class _PageMaker:
         points = self.report.trends
         series: list[tuple[str, str, list[float | None]]] = [
             ("mistakes", ",.0f", [point.errors for point in points]),
-            ("labels in doubt", ",.0f", [point.suspects_flagged for point in points]),
+            ("flagged labels", ",.0f", [point.suspects_flagged for point in points]),
             ("of harmful samples have the predicted label", ".0%", [point.harmful_with_prediction for point in points]),
             ("of the first suspects were there last time", ".0%", [point.suspects_overlap for point in points]),
             ("seconds a report", ".2f", [point.seconds for point in points]),
@@ -222,7 +222,7 @@ class _PageMaker:
         doubtful = len(report.suspect_queries)
         return [
             ("mistakes", f"{report.num_errors:,}", f"of {report.num_validation_samples:,} validation samples"),
-            ("labels in doubt", f"{suspects.num_flagged:,}", f"of {len(suspects):,} training samples"),
+            ("flagged labels", f"{suspects.num_flagged:,}", f"of {len(suspects):,} training samples"),
             ("doubtful validation labels", f"{doubtful}", f"of {len(report.queries)} mistakes studied"),
             ("cost", f"{report.seconds:.2f} s", report.share_in_words),
         ]

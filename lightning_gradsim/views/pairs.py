@@ -86,22 +86,20 @@ def make_matrix(report: Report, max_classes: int = MAX_CLASSES) -> PairMatrix:
 
 
 def find_pairs(report: Report, max_pairs: int = MAX_PAIRS) -> list[ClassPair]:
-    """The most frequent pairs of a report.
+    """The most frequent pairs of a report, as far as there are queries among them.
 
     Args:
         report: What the validation showed.
         max_pairs: Most pairs.
 
     Returns:
-        The pairs, the most frequent first.
+        The pairs of which samples were studied, the most frequent first; then others, if there is room.
     """
-    return [
-        ClassPair(
-            pair,
-            _culprits(q for q in report.queries if (q.label, q.prediction) == (pair.label, pair.prediction)),
-        )
-        for pair in report.error_pairs[:max_pairs]
-    ]
+    studied: dict[tuple[Label, Label], list[QueryReport]] = {}
+    for query in report.queries:
+        studied.setdefault((query.label, query.prediction), []).append(query)
+    pairs = [ClassPair(pair, _culprits(studied.get((pair.label, pair.prediction), ()))) for pair in report.error_pairs]
+    return sorted(pairs, key=lambda each: not each.culprits)[:max_pairs]
 
 
 def class_pairs_picture(report: Report) -> Pixels:
@@ -140,12 +138,16 @@ def _culprits(queries: Iterable[QueryReport]) -> tuple[tuple[int, Label], ...]:
 
 def _draw_matrix(canvas: Canvas, top: int, report: Report, matrix: PairMatrix) -> None:
     names = [label_text(report, index) for index in matrix.classes]
+    shorts = names
+    if max(measure_text(name, BODY, bold=True) for name in names) > CONTENT // (len(names) + 2):
+        shorts = [str(index) for index in matrix.classes]
+        names = [f"{index} {name}" for index, name in zip(matrix.classes, names, strict=True)]
     head = 2 * round(min(LONGEST_NAME, max(measure_text(name, BODY, bold=True) for name in names) + 16) / 2)
     cell = (CONTENT - head) // len(names) // 2 * 2
     cell = min(cell, 96)
     left, highest = MARGIN + head, max(map(max, matrix.counts))
     for place, name in enumerate(names):
-        short = fit_text(name, BODY, cell - 4, bold=True)
+        short = fit_text(shorts[place], BODY, cell - 4, bold=True)
         x = left + place * cell + (cell - measure_text(short, BODY, bold=True)) / 2
         canvas.text(x, top + 30, short, BODY, bold=True)
         y = top + ROW * (place + 1)

@@ -140,7 +140,8 @@ def mistake_panel(
     train_pictures = {
         sample_id: train_exhibits[sample_id].picture if sample_id in train_exhibits else None for sample_id in shown_ids
     }
-    doubts = {sample_id: doubt_words(report, suspect) for sample_id, suspect in report.flagged_among(shown_ids).items()}
+    accused = [sample.sample_id for query_rows in rows for row in query_rows if row.accuses for sample in row.samples]
+    doubts = doubt_words(report, report.flagged_among(accused))
     caption_lines = 1 if all(_fits_one_line(report, sample) for sample in samples) else 2
     tiles = _Tiles(report, train_pictures, doubts, caption_lines)
     blocks = [
@@ -198,7 +199,7 @@ def _draw_header(
     if has_doubts:
         baseline += 34
         draw_strip(canvas, MARGIN, baseline - 20, 28, "")
-        canvas.text(MARGIN + 40, baseline, "training sample whose own label looks wrong", BODY)
+        canvas.text(MARGIN + 40, baseline, "its own label looks wrong, too; the suggested one", BODY)
     if has_bar:
         baseline += 34
         draw_bar(canvas, MARGIN, baseline - 10, 28, 0.65)
@@ -250,7 +251,7 @@ def _draw_verdict(canvas: Canvas, report: Report, query: QueryReport) -> None:
     _draw_headline(canvas, left, label_text(report, query.label), label_text(report, query.prediction), probability)
     facts = f"loss {query.loss:.3g} · {_query_name(report, query)}"
     if query.wrong_since is not None and query.wrong_since < report.epoch:
-        facts = f"{facts} · wrong since epoch {query.wrong_since}"
+        facts = f"{facts} · since epoch {query.wrong_since}"
     canvas.text(left, BLOCK_TOP + 92, fit_text(facts, BODY, WIDTH - MARGIN - left), BODY, MUTED)
     if query.label_looks_wrong:
         words = "this validation label looks wrong"

@@ -77,8 +77,8 @@ def mistakes_markdown(
 
     Returns:
         A line that says what the table is, then the table in Markdown; the line alone where there is no query. Where
-        samples have texts or named values, a table of these follows for each query that is shown. Names and texts are
-        escaped.
+        samples have texts or named values, a table of these follows for each query that is shown; then what limits the
+        report. Names and texts are escaped.
     """
     if not report.queries:
         return "No misclassified validation sample.\n"
@@ -88,7 +88,8 @@ def mistakes_markdown(
         f"(harmful, by {_escape(report.similarity)}) and those most alike to the model (look-alikes, by cosine)."
     )
     overview = _to_table(intro, MISTAKE_HEADS, [_mistake_cells(report, query) for query in shown])
-    return "\n".join([overview, *_details(report, query_exhibits, train_exhibits or {})])
+    notes = ["What limits this report:\n", *(f"- {_escape(note)}" for note in report.notes), ""] if report.notes else []
+    return "\n".join([overview, *_details(report, query_exhibits, train_exhibits or {}), *notes])
 
 
 def class_pairs_markdown(report: Report, limit: int = 20) -> str:
@@ -172,11 +173,14 @@ def _words_of(exhibit: Exhibit | None, query: Exhibit | None = None, scale: Valu
         return ", ".join([*shown, *_rest(len(exhibit.values))])
     flags = scale.differing(exhibit.values, query.values)
     differing = [
-        f"{name} {value:.4g} (not {own:.4g})"
-        for (name, value), (_, own), differs in zip(exhibit.values, query.values, flags, strict=True)
+        (abs(value - own) / (width or 1.0), f"{name} {value:.4g} (not {own:.4g})")
+        for (name, value), (_, own), width, differs in zip(
+            exhibit.values, query.values, scale.ranges, flags, strict=True
+        )
         if differs
     ]
-    return ", ".join([*differing[:MAX_VALUES], *_rest(len(differing))]) or "nothing much"
+    differing.sort(key=lambda each: -each[0])
+    return ", ".join([*(words for _, words in differing[:MAX_VALUES]), *_rest(len(differing))]) or "nothing much"
 
 
 def _rest(number: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lightning_gradsim.plain_values import Label
 from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import Suspect
@@ -75,15 +77,30 @@ def draw_arrow(canvas: Canvas, left: float, middle: float, length: float) -> Non
     canvas.polygon([(neck, middle - head), (tip, middle), (neck, middle + head)], MUTED)
 
 
-def doubt_words(report: Report, suspect: Suspect) -> str:
-    """What is said of a training sample whose label looks wrong, in letters that the font has."""
-    if suspect.suggested_label is None:
-        return "wrong label?"
-    return f"rather {label_text(report, suspect.suggested_label)}"
+def doubt_words(report: Report, suspects: Mapping[int, Suspect]) -> dict[int, str]:
+    """What strips say of training samples whose labels look wrong, in letters that the font has.
+
+    Args:
+        report: What the validation showed.
+        suspects: The suspects by sample id.
+
+    Returns:
+        ``"rather cat"`` for each, or ``"cat?"`` for all where that does not fit under a tile for one of them.
+    """
+    names = {
+        sample_id: None if suspect.suggested_label is None else label_text(report, suspect.suggested_label)
+        for sample_id, suspect in suspects.items()
+    }
+    room = TILE - STRIP - 6
+    is_short = all(measure_text(f"rather {name}", BODY) <= room for name in names.values())
+    return {
+        sample_id: "wrong label?" if name is None else f"rather {name}" if is_short else f"{name}?"
+        for sample_id, name in names.items()
+    }
 
 
 def doubted_label(report: Report, suspect: Suspect) -> str:
-    """The same in any letters."""
+    """What is said of a training sample whose label looks wrong, in any letters."""
     return "wrong label?" if suspect.suggested_label is None else f"rather {report.name_of(suspect.suggested_label)}"
 
 

@@ -41,8 +41,9 @@ def draw(table, names=("cat", "dog", "ape"), **options):
 def test_what_is_said(texts):  # noqa: F811
     draw(make_suspects())
     said = words(texts)
-    assert "4 of 9 training labels look wrong" in said
-    assert "epoch 9, step 2300 · the first 9 by margin_knn · seen 7 times" in said
+    assert "suspects: training labels that look wrong" in said
+    caption = "epoch 9, step 2300 · the first 9 by margin_knn · 4 of 9 flagged · seen 7 times"
+    assert caption in " ".join(said)
     start = said.index("cat")
     assert said[start : start + 4] == ["cat", "dog", "8.00", "#100"]
     assert said.count("cat") == 2 * 3, "three samples are labelled so, for three it is suggested"

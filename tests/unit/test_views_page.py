@@ -135,7 +135,7 @@ def test_named_values_stand_side_by_side():
     own = Exhibit(values=(("age", 20.0), ("height", 1.5)))
     other = Exhibit(values=(("age", 60.0), ("height", 1.5)))
     reader = Reader(report_page(report, [own], dict.fromkeys(range(40), other)))
-    assert "age height" in reader.text
+    assert "this mistake harmful #0 look-alike #10 label dog ship dog age 20 60 60 height 1.5 1.5 1.5" in reader.text
     assert len(reader.all("td", **{"class": "n differs"})) == 2, "the age of both samples"
 
 

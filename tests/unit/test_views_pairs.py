@@ -48,6 +48,20 @@ def test_culprits_are_harmful_for_most_of_a_pair():
     assert third.culprits == ()
 
 
+def test_pairs_that_were_studied_come_first():
+    report = make_pairs_report(error_pairs=(ErrorPair(1, 2, 30), *PAIRS))
+    assert [each.pair.count for each in find_pairs(report)] == [7, 2, 30, 1]
+    assert len(find_pairs(report, 2)) == 2
+
+
+@pytest.mark.parametrize(("names", "heads"), [(("cat", "dog", "ape"), "cat"), ((LONG, "dog", "ape"), "0")])
+def test_columns_are_numbered_where_names_do_not_fit(texts, names, heads):  # noqa: F811
+    class_pairs_picture(make_pairs_report(class_names=names))
+    said = words(texts)
+    assert heads in said
+    assert any(text.startswith("0 n020") for text in said) is (heads == "0")
+
+
 def test_the_markdown():
     table = class_pairs_markdown(make_pairs_report(class_names=("a|b", "dog", "ship"))).splitlines()
     assert table[4] == "| ship | a&#124;b | 7 | 5 (ship), 6 (a&#124;b), 4 (dog) |"

@@ -273,11 +273,11 @@ def test_a_harmful_sample_that_is_flagged_has_two_witnesses(texts, suggested, wo
     """Samples 1 and 3 are harmful; look-alikes such as 10 and 11 are flagged where classes meet, and say nothing."""
     plain = draw(make_report(make_query(), suspects=make_suspects([])))
     assert not (plain == DOUBT).all(axis=-1).any()
-    assert "training sample whose own label looks wrong" not in words(texts)
+    assert "its own label looks wrong, too; the suggested one" not in words(texts)
     texts.clear()
     panel = draw(make_report(make_query(), suspects=make_suspects([1, 3, 10, 11, 39], suggested)))
     assert words(texts).count(words_there) == 2
-    assert "training sample whose own label looks wrong" in words(texts)
+    assert "its own label looks wrong, too; the suggested one" in words(texts)
     blue = (panel == DOUBT).all(axis=-1)
     legend = 300  # px; the legend has a strip of its own above
     columns = np.flatnonzero(blue[legend:].any(axis=0))
@@ -286,6 +286,19 @@ def test_a_harmful_sample_that_is_flagged_has_two_witnesses(texts, suggested, wo
     rows = np.flatnonzero(blue[legend:].any(axis=1))
     assert rows[-1] - rows[0] + 1 == STRIP
     assert len(panel) == len(plain) + 34 + STRIP + 2, "room in one row only"
+
+
+@pytest.mark.parametrize(("name", "said"), [("cat", "rather cat"), ("automobile", "automobile?")])
+def test_suggested_labels_are_said_as_long_as_they_fit(texts, name, said):
+    report = make_report(make_query(), suspects=make_suspects([1]), class_names=(name, "dog", "ship"))
+    draw(report)
+    assert said in words(texts)
+
+
+def test_since_when_a_query_is_wrong(texts):
+    draw(make_report(make_query(wrong_since=4), make_query(wrong_since=9)))
+    assert "loss 3.5 · validation sample #17 · since epoch 4" in words(texts)
+    assert "loss 3.5 · validation sample #17" in words(texts), "for the first time"
 
 
 def test_no_doubt_no_badge():
