@@ -86,3 +86,9 @@ def test_the_in_run_benchmark_measures_a_row(load, tmp_path, capsys, monkeypatch
     assert row["recall"] > 0.6
     assert abs(row["estimated"] - row["true"]) < 0.3
     assert "left out: the environment variable GRADSIM_DATA" in capsys.readouterr().out
+
+
+def test_the_benchmark_of_views_measures_a_row(load, capsys):
+    (seconds,) = load("views").main(["--sides", "8", "--repeats", "1"]).values()
+    assert seconds > 0
+    assert "8 x 8:" in capsys.readouterr().out

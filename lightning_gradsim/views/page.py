@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, Template
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.exhibits import Exhibit
-from lightning_gradsim.views.images import RgbImage, picture_notes, to_png
+from lightning_gradsim.views.images import RgbImage, picture_notes, to_jpeg, to_png
 from lightning_gradsim.views.pairs import find_pairs, make_matrix
 from lightning_gradsim.views.tiles import doubted_label, origin
 from lightning_gradsim.views.values import ValueScale, make_scale
@@ -403,7 +403,9 @@ def _since(query: QueryReport) -> list[str]:
 
 
 def _data_uri(picture: RgbImage) -> str:
-    return f"data:image/png;base64,{base64.b64encode(to_png(picture.pixels)).decode('ascii')}"
+    # A photograph takes five times as long as PNG, and three times the room; small pictures are drawn pixel by pixel.
+    kind, encode = ("png", to_png) if max(picture.pixels.shape[:2]) < SMALL else ("jpeg", to_jpeg)
+    return f"data:image/{kind};base64,{base64.b64encode(encode(picture.pixels)).decode('ascii')}"
 
 
 def _percent(probability: float | None) -> str:
