@@ -118,7 +118,7 @@ class _PageMaker:
             "similarity": report.similarity,
             "numbers": self._numbers(),
             "sections": self._sections(),
-            "notes": report.notes,
+            "notes": [note.split("`") for note in report.notes],  # every second part is code
             "nothing": report.nothing_in_words,
             "picture_notes": picture_notes(pictures),
             "has_pictures": any(picture is not None for picture in pictures),

@@ -199,7 +199,7 @@ def _draw_header(
     if has_doubts:
         baseline += 34
         draw_strip(canvas, MARGIN, baseline - 20, 28, "")
-        canvas.text(MARGIN + 40, baseline, "its own label looks wrong, too; the suggested one", BODY)
+        canvas.text(MARGIN + 40, baseline, "its own label looks wrong, and the suggested one", BODY)
     if has_bar:
         baseline += 34
         draw_bar(canvas, MARGIN, baseline - 10, 28, 0.65)
@@ -251,7 +251,7 @@ def _draw_verdict(canvas: Canvas, report: Report, query: QueryReport) -> None:
     _draw_headline(canvas, left, label_text(report, query.label), label_text(report, query.prediction), probability)
     facts = f"loss {query.loss:.3g} · {_query_name(report, query)}"
     if query.wrong_since is not None and query.wrong_since < report.epoch:
-        facts = f"{facts} · since epoch {query.wrong_since}"
+        facts = f"{facts.replace('validation sample', 'validation')} · wrong since epoch {query.wrong_since}"
     canvas.text(left, BLOCK_TOP + 92, fit_text(facts, BODY, WIDTH - MARGIN - left), BODY, MUTED)
     if query.label_looks_wrong:
         words = "this validation label looks wrong"

@@ -51,7 +51,7 @@ def run(tmp_path, num_validations):
     count = Count()
     gradsim = GradSimCallback(on_error="raise", num_queries=2, top_k=2, time_budget=None)
     trainer = make_trainer(tmp_path, [gradsim, count], max_epochs=num_validations)
-    trainer.fit(Pictures(), loader(pictures(20, 1)), loader(pictures(10, 2)))
+    trainer.fit(Pictures(), loader(pictures(8, 1)), loader(pictures(6, 2)))
     assert len(gradsim.report.trends) == num_validations
     return count.counts
 
@@ -67,7 +67,6 @@ def test_a_few_validations_leave_nothing_behind(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("real_panel")
 def test_two_hundred_validations_leave_nothing_behind(tmp_path):
     counts = run(tmp_path, 200)
     assert growth(counts[20], counts[-1]) == {}

@@ -273,11 +273,11 @@ def test_a_harmful_sample_that_is_flagged_has_two_witnesses(texts, suggested, wo
     """Samples 1 and 3 are harmful; look-alikes such as 10 and 11 are flagged where classes meet, and say nothing."""
     plain = draw(make_report(make_query(), suspects=make_suspects([])))
     assert not (plain == DOUBT).all(axis=-1).any()
-    assert "its own label looks wrong, too; the suggested one" not in words(texts)
+    assert "its own label looks wrong, and the suggested one" not in words(texts)
     texts.clear()
     panel = draw(make_report(make_query(), suspects=make_suspects([1, 3, 10, 11, 39], suggested)))
     assert words(texts).count(words_there) == 2
-    assert "its own label looks wrong, too; the suggested one" in words(texts)
+    assert "its own label looks wrong, and the suggested one" in words(texts)
     blue = (panel == DOUBT).all(axis=-1)
     legend = 300  # px; the legend has a strip of its own above
     columns = np.flatnonzero(blue[legend:].any(axis=0))
@@ -297,7 +297,7 @@ def test_suggested_labels_are_said_as_long_as_they_fit(texts, name, said):
 
 def test_since_when_a_query_is_wrong(texts):
     draw(make_report(make_query(wrong_since=4), make_query(wrong_since=9)))
-    assert "loss 3.5 · validation sample #17 · since epoch 4" in words(texts)
+    assert "loss 3.5 · validation #17 · wrong since epoch 4" in words(texts)
     assert "loss 3.5 · validation sample #17" in words(texts), "for the first time"
 
 
