@@ -96,12 +96,13 @@ def check_folder_name(argument: str, value: object) -> None:
         raise ValueError(f"`{argument}={value!r}` cannot name a folder. Expected a non-empty string without slashes.")
 
 
-def check_names(argument: str, values: object) -> None:
+def check_names(argument: str, values: object, expected: str) -> None:
     """Refuse what is neither ``None`` nor a list of names.
 
     Args:
         argument: Name of the argument.
         values: Its value.
+        expected: What was expected, in words.
 
     Raises:
         TypeError: If it is no list of strings.
@@ -109,7 +110,7 @@ def check_names(argument: str, values: object) -> None:
     """
     check_type(argument, values, is_list_of(values, str), "a list of strings")
     if isinstance(values, Sequence) and not values:
-        raise ValueError(f"`{argument}={values!r}` is empty. Expected one name a class, or None for the dataset's own.")
+        raise ValueError(f"`{argument}={values!r}` is empty. Expected {expected}.")
 
 
 def is_list_of(values: object, kinds: type) -> bool:

@@ -32,7 +32,6 @@ class TrendPoint:
         suspects_overlap: Share of the first 1 % of suspects (10 at least) that stood there in the last report, too;
             ``None`` in the first.
         harmful_with_prediction: Share of harmful samples whose label equals the wrong prediction; ``None`` without any.
-        seconds: Time that the report took.
     """
 
     epoch: int
@@ -41,7 +40,6 @@ class TrendPoint:
     suspects_flagged: int
     suspects_overlap: float | None
     harmful_with_prediction: float | None
-    seconds: float
 
 
 @dataclass(frozen=True)

@@ -106,13 +106,13 @@ class ReporterSettings:
         """Check the values."""
         check_count("max_train_samples", self.max_train_samples, optional=True)
         check_seed(self.seed)
-        check_names("class_names", self.class_names)
+        check_names("class_names", self.class_names, "one name a class, or None for the dataset's own")
         check_normalisation(self.mean, self.std)
         check_type("show_teachers", self.show_teachers, isinstance(self.show_teachers, bool), "True or False")
         check_folder_name("name", self.name)
         is_describer = self.describe is None or callable(self.describe) or hasattr(self.describe, "decode")
         check_type("describe", self.describe, is_describer, "a function of a sample, or a tokenizer with `decode`")
-        check_names("feature_names", self.feature_names)
+        check_names("feature_names", self.feature_names, "one name a number, or None")
         check_sinks(self.sinks)
 
 
@@ -268,7 +268,6 @@ class Reporter:
             report.suspects.num_flagged,
             history.overlap(report.suspects.sample_ids),
             sum(harmful) / len(harmful) if harmful else None,
-            report.seconds,
         )
         history.add(point)
         queries = tuple(

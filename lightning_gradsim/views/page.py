@@ -183,7 +183,6 @@ class _PageMaker:
             ("flagged labels", ",.0f", [point.suspects_flagged for point in points]),
             ("of harmful samples have the predicted label", ".0%", [point.harmful_with_prediction for point in points]),
             ("of the first suspects were there last time", ".0%", [point.suspects_overlap for point in points]),
-            ("seconds a report", ".2f", [point.seconds for point in points]),
         ]
         epochs = [point.epoch for point in points]
         charts = [_chart(name, form, epochs, values) for name, form, values in series]

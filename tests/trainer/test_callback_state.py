@@ -13,6 +13,7 @@ from tests.trainer.support import (
     Classifier,
     Recorder,
     Truth,
+    assert_equal_states,
     assert_exact,
     collect_warnings,
     fit,
@@ -50,24 +51,13 @@ def is_plain(value):
     return type(value) in {int, float, str, bool, type(None), torch.Tensor}
 
 
-def assert_equal(one, other):
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert_equal(value, other[key])
-    else:
-        assert one == other
-
-
 def test_state_is_plain_and_versioned(tmp_path):
     gradsim = strict()
     train_and_save(tmp_path, [gradsim])
     state = loaded(tmp_path)["callbacks"][gradsim.state_key]
     assert is_plain(state)
     assert state["version"] == 2
-    assert_equal(state, gradsim.state_dict())
+    assert_equal_states(state, gradsim.state_dict())
     assert state["seconds"] > 0
 
 
@@ -105,9 +95,7 @@ RUNS = {
 
 
 def without_cost(report):
-    values = report.to_dict()
-    trends = [{**point, "seconds": None} for point in values["trends"]]
-    return {**values, "seconds": None, "time_share": None, "plan": None, "trends": trends}
+    return {**report.to_dict(), "seconds": None, "time_share": None, "plan": None}
 
 
 @pytest.mark.filterwarnings("ignore:.*no validation of this run was one to look at")

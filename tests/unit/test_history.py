@@ -105,7 +105,7 @@ def test_points_are_thinned(monkeypatch):
     monkeypatch.setattr(history, "MAX_POINTS", 8)
     past = History()
     for step in range(100):
-        past.add(TrendPoint(0, step, 1, 1, None, None, 0.0))
+        past.add(TrendPoint(0, step, 1, 1, None, None))
     steps = [point.step for point in past.points]
     assert len(steps) <= 8
     assert steps == sorted(steps)
@@ -116,7 +116,7 @@ def test_the_state_is_plain_and_goes_on():
     past = seen_after([3], [3, 4])
     past.follow([(3, (0, 2), 1.5)])
     past.overlap(torch.arange(50))
-    past.add(TrendPoint(1, 20, 2, 5, None, 0.5, 1.5))
+    past.add(TrendPoint(1, 20, 2, 5, None, 0.5))
     buffer = io.BytesIO()
     torch.save(past.state_dict(), buffer)
     buffer.seek(0)

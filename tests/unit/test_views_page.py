@@ -169,7 +169,7 @@ def test_tables_carry_what_sorts_them():
 
 
 def test_pairs_trends_and_followed_mistakes():
-    points = tuple(TrendPoint(i, 10 * i, 40 - i, 9, 0.5 if i else None, None, 1.5) for i in range(3))
+    points = tuple(TrendPoint(i, 10 * i, 40 - i, 9, 0.5 if i else None, None) for i in range(3))
     report = make_report(
         make_query(wrong_since=4),
         error_pairs=(ErrorPair(0, 1, 7), ErrorPair(2, 1, 3)),
@@ -188,7 +188,7 @@ def test_pairs_trends_and_followed_mistakes():
         "given \\ predicted cat dog ship cat 7 dog ship 3",
     ):
         assert expected in reader.text, expected
-    assert len(reader.all("polyline")) == 4, "no line for what is not known"
+    assert len(reader.all("polyline")) == 3, "no line for what is not known"
     assert len(reader.all("rect")) == 2
 
 
