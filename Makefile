@@ -6,7 +6,7 @@ PINS := pyproject.toml constraints-dev.txt
 BENCH := .bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint docs bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-views bench-mislabel clean
+.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-views bench-mislabel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -22,6 +22,9 @@ test-slow: $(VENV)/.dev ## Run the slow tests
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu -s
+
+test-lowest: $(BENCH)/lowest/.ready ## Run the tests with the lowest supported releases
+	$(BENCH)/lowest/bin/python -m pytest -W ignore tests
 
 lint: $(VENV)/.dev ## Check style, types, import contracts and spelling
 	$(BIN)/ruff check .
@@ -70,6 +73,12 @@ $(VENV)/.demo: $(PINS) | $(BIN)/python
 $(VENV)/.dev: $(PINS) | $(BIN)/python
 	$(INSTALL) -e ".[dev]"
 	touch $(VENV)/.demo $@
+
+$(BENCH)/lowest/.ready: constraints-lowest.txt pyproject.toml
+	$(PYTHON) -m venv $(BENCH)/lowest
+	$(BENCH)/lowest/bin/pip install --quiet --disable-pip-version-check -r constraints-lowest.txt
+	$(BENCH)/lowest/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
 
 # Each has its own: their dependencies exclude one another, and ours.
 $(BENCH)/%/.ready: benchmarks/peers/requirements-%.txt

@@ -16,12 +16,11 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm.auto import tqdm
@@ -29,6 +28,7 @@ from tqdm.auto import tqdm
 from lightning_gradsim.datasets import sample_ids
 from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.explanation import RunContext
+from lightning_gradsim.lightning_twins import is_instance, overrides
 from lightning_gradsim.schedule import Moment
 from lightning_gradsim.sinks import Sink, TensorBoardSink, WandbSink
 
@@ -91,9 +91,8 @@ def check_strategy(trainer: Trainer, callback_name: str) -> None:
     strategy = trainer.strategy
     # Both are a `DDPStrategy` by inheritance only: one cuts the module into shards, the other does not communicate
     # through `torch.distributed`.
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(
-        strategy, (DeepSpeedStrategy, XLAStrategy)
-    ):
+    is_whole = any(is_instance(strategy, each) for each in (SingleDeviceStrategy, DDPStrategy))
+    if not is_whole or any(is_instance(strategy, each) for each in (DeepSpeedStrategy, XLAStrategy)):
         raise MisconfigurationException(
             f"`{callback_name}` does not support `{type(strategy).__name__}`. Expected one device "
             "(`SingleDeviceStrategy`), or the whole module in every process (`DDPStrategy`). Use "
@@ -126,7 +125,7 @@ def check_forward(module: LightningModule, callback_name: str) -> None:
     Raises:
         MisconfigurationException: If it defines neither ``forward`` nor ``gradsim_step``.
     """
-    if not is_overridden("forward", module) and "forward" not in vars(module) and not hasattr(module, "gradsim_step"):
+    if not overrides("forward", module, LightningModule) and not hasattr(module, "gradsim_step"):
         raise MisconfigurationException(
             f"`{type(module).__name__}` defines no `forward`, which `{callback_name}` needs to compute outputs. Define "
             "`forward(inputs)` returning logits, or `gradsim_step(batch)` returning (logits, targets, one loss a "
@@ -168,7 +167,7 @@ def batch_mover(trainer: Trainer, module: LightningModule) -> Callable[[Any], An
     """
     datamodule = getattr(trainer, "datamodule", None)
     hook_owner: Any = module
-    if datamodule is not None and is_overridden("on_before_batch_transfer", datamodule):
+    if datamodule is not None and overrides("on_before_batch_transfer", datamodule, LightningDataModule):
         hook_owner = datamodule
 
     def move(batch: Any) -> Any:
@@ -228,7 +227,7 @@ def show_progress(trainer: Trainer, items: Iterable[T], total: int, description:
     bar = trainer.progress_bar_callback
     if bar is None or not getattr(bar, "is_enabled", True) or not trainer.is_global_zero:
         return items
-    if isinstance(bar, RichProgressBar):
+    if is_instance(bar, RichProgressBar):
         return items if bar.progress is None else _with_rich_task(bar.progress, items, total, description)
     shown: Iterable[T] = tqdm(items, total=total, desc=description, leave=False, delay=BAR_DELAY, dynamic_ncols=True)
     return shown
@@ -270,9 +269,9 @@ def sinks_of(trainer: Trainer) -> list[Sink]:
     """A sink for every logger of the trainer that takes pictures."""
     sinks: list[Sink] = []
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
+        if is_instance(logger, TensorBoardLogger):
             sinks.append(TensorBoardSink(logger.experiment))
-        elif isinstance(logger, WandbLogger):
+        elif is_instance(logger, WandbLogger):
             sinks.append(WandbSink(logger.experiment))
     return sinks
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback
+from packaging.version import Version
 
 from tests.noninterference import offenders
 from tests.noninterference.cases import CASE_BY_NAME, Case, rows
@@ -115,6 +117,8 @@ def test_harmless_callback_changes_nothing(case: Case) -> None:
 @pytest.mark.parametrize("case", rows())
 def test_record_is_complete(case: Case) -> None:
     """Every batch, checkpoint and kind of fact is in the record, and the model is wrong about some samples."""
+    if case.name.startswith("batch_size_finder") and Version(lightning.__version__) < Version("2.6"):
+        pytest.skip("older releases take other trial steps")
     points = record_baseline(case).points
     ids = [fact for fact in points["train batches"] if fact[0] == "train ids"]
     assert len(ids) == case.num_batches

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 import lightning_gradsim.reporter
+from tests.noninterference.cases import averaging
 from tests.trainer.support import (
     NUM_CLASSES,
     NUM_TRAIN,
@@ -493,8 +493,7 @@ class TestWeightAveraging:
                 self.present = {name: value.clone() for name, value in pl_module.state_dict().items()}
 
         weights = Weights()
-        averaging = EMAWeightAveraging(decay=0.95)
-        gradsim, module, _ = fit(tmp_path, strict(num_queries=99), callbacks=[averaging, weights], max_epochs=2)
+        gradsim, module, _ = fit(tmp_path, strict(num_queries=99), callbacks=[averaging(0.95), weights], max_epochs=2)
         module.load_state_dict(weights.validated)
         at_validation = Truth(module).mistakes(val_data())
         module.load_state_dict(weights.present)

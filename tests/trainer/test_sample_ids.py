@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.data import (
     ConcatDataset,
@@ -252,7 +254,9 @@ def test_ids_are_right_in_a_run_resumed_within_an_epoch(tmp_path):
     again = make_trainer(tmp_path, [watcher], logger=False, max_epochs=2)
     again.fit(model, LOADERS["shuffled"](), ckpt_path=str(tmp_path / "saved" / "step=4.ckpt"))
     assert watcher.ids == model.seen
-    assert len(model.seen) == 2 + 6
+    assert len(model.seen) >= 6
+    if Version(lightning.__version__) >= Version("2.6"):  # older releases do not go on within the epoch
+        assert len(model.seen) == 2 + 6
 
 
 def test_the_same_recorder_serves_one_run_after_another(tmp_path):
