@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, Template
 
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.suspects import Suspect
+from lightning_gradsim.views.charts import draw_histogram, draw_line
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.images import RgbImage, picture_notes, to_jpeg, to_png
 from lightning_gradsim.views.pairs import find_pairs, make_matrix
@@ -137,7 +138,7 @@ class _PageMaker:
             "matrix": self._matrix(),
             "pairs": self._pairs(),
             "trends": self._trends(),
-            "histogram": self._histogram(),
+            "histogram": None if report.self_influence is None else draw_histogram(report.self_influence),
             "followed": self._followed(),
             "plan": "" if report.plan is None else str(report.plan),
             "cost": report.cost_in_words,
@@ -185,20 +186,8 @@ class _PageMaker:
             ("of the first suspects were there last time", ".0%", [point.suspects_overlap for point in points]),
         ]
         epochs = [point.epoch for point in points]
-        charts = [_chart(name, form, epochs, values) for name, form, values in series]
+        charts = [draw_line(name, form, epochs, values) for name, form, values in series]
         return [chart for chart in charts if chart is not None]
-
-    def _histogram(self) -> dict[str, Any] | None:
-        histogram = self.report.self_influence
-        if histogram is None:
-            return None
-        width, highest = 240 / len(histogram.counts), max(histogram.counts)
-        bars = [
-            {"x": f"{place * width:.1f}", "width": f"{width - 1:.1f}", "height": f"{50 * count / highest:.1f}"}
-            for place, count in enumerate(histogram.counts)
-        ]
-        low, high = histogram.edges[0], histogram.edges[-1]
-        return {"bars": bars, "words": f"10^{low:.1f} to 10^{high:.1f}; {histogram.num_zero:,} are zero"}
 
     def _followed(self) -> Table:
         name = self.report.name_of
@@ -375,26 +364,6 @@ def review_hints(report: Report) -> list[str]:
 def _query_name(query: QueryReport) -> str:
     name = "validation sample" if query.sample_id is None else f"validation sample #{query.sample_id}"
     return f"{name} of loader {query.dataloader_idx}" if query.dataloader_idx else name
-
-
-def _chart(name: str, form: str, epochs: Sequence[int], values: Sequence[float | None]) -> dict[str, Any] | None:
-    """A line through the values that there are, 240 by 56 units; ``None`` where there is none."""
-    known = [(place, float(value)) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
-    if not known:
-        return None
-    low, high = min(0.0, *(value for _, value in known)), max(value for _, value in known)
-    points = [
-        (6 + 228 * place / max(1, len(values) - 1), 50 - 44 * (value - low) / ((high - low) or 1.0))
-        for place, value in known
-    ]
-    last = known[-1][1]
-    return {
-        "name": name,
-        "line": " ".join(f"{x:.1f},{y:.1f}" for x, y in points),
-        "end": (f"{points[-1][0]:.1f}", f"{points[-1][1]:.1f}"),
-        "last": format(last, form),
-        "words": f"epochs {epochs[0]} to {epochs[-1]}, up to {format(high, form)}",
-    }
 
 
 def _since(query: QueryReport) -> list[str]:
