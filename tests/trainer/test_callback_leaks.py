@@ -13,8 +13,15 @@ from lightning_gradsim import GradSimCallback
 from tests.trainer.support import Classifier, loader, make_trainer
 
 OURS = ("lightning_gradsim", "jinja2", "tensorboard")
-# What grows on purpose, up to a bound: the trends of a run, and the queries that it follows.
-GROWING = {"lightning_gradsim.history.TrendPoint", "lightning_gradsim.history.FollowedQuery"}
+# What grows on purpose, up to a bound (the trends of a run, and the queries that it follows), and what the newest
+# report has more or fewer of.
+GROWING = {
+    "lightning_gradsim.history.TrendPoint",
+    "lightning_gradsim.history.FollowedQuery",
+    "lightning_gradsim.report.ErrorPair",
+    "lightning_gradsim.report.InfluentialSample",
+    "lightning_gradsim.report.QueryReport",
+}
 
 
 class Pictures(Classifier):
