@@ -6,7 +6,7 @@ PINS := pyproject.toml constraints-dev.txt
 BENCH := .bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-mislabel bench-lds clean
+.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-views bench-mislabel bench-lds clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -52,6 +52,9 @@ bench-processes: $(VENV)/.demo ## Time a pass in one process and in two
 
 bench-budget: $(VENV)/.demo ## Measure the share of a run that reports take, with and without a budget
 	$(BIN)/python benchmarks/budget.py
+
+bench-views: $(VENV)/.demo ## Time drawing and writing a report
+	$(BIN)/python benchmarks/views.py
 
 bench-mislabel: $(BENCH)/mislabel/.ready ## Compare mislabel scores, in the folder GRADSIM_CACHE, with human noise from GRADSIM_DATA
 	PYTHONPATH=. $(BENCH)/mislabel/bin/python benchmarks/mislabel.py --rivals cleanlab captum --act

@@ -96,12 +96,13 @@ def check_folder_name(argument: str, value: object) -> None:
         raise ValueError(f"`{argument}={value!r}` cannot name a folder. Expected a non-empty string without slashes.")
 
 
-def check_names(argument: str, values: object) -> None:
+def check_names(argument: str, values: object, expected: str) -> None:
     """Refuse what is neither ``None`` nor a list of names.
 
     Args:
         argument: Name of the argument.
         values: Its value.
+        expected: What was expected, in words.
 
     Raises:
         TypeError: If it is no list of strings.
@@ -109,7 +110,7 @@ def check_names(argument: str, values: object) -> None:
     """
     check_type(argument, values, is_list_of(values, str), "a list of strings")
     if isinstance(values, Sequence) and not values:
-        raise ValueError(f"`{argument}={values!r}` is empty. Expected one name a class, or None for the dataset's own.")
+        raise ValueError(f"`{argument}={values!r}` is empty. Expected {expected}.")
 
 
 def is_list_of(values: object, kinds: type) -> bool:
@@ -176,3 +177,40 @@ def check_positive(argument: str, value: object) -> None:
         raise TypeError(f"`{argument}={value!r}` is a {type(value).__name__}. Expected a number above 0.")
     if not float(value) > 0:
         raise ValueError(f"`{argument}={value}` is too small. Expected a number above 0.")
+
+
+def check_sinks(values: object) -> None:
+    """Refuse what is no list of sinks.
+
+    Args:
+        values: The value of ``sinks``.
+
+    Raises:
+        TypeError: If one of them lacks a method.
+    """
+    methods = ("write_images", "write_texts", "write_scalars")
+    expected = f"a list of objects with the methods {', '.join(f'`{method}`' for method in methods)}"
+    check_type("sinks", values, isinstance(values, (list, tuple)), expected)
+    for value in values if isinstance(values, (list, tuple)) else ():
+        check_type("sinks", value, all(callable(getattr(value, method, None)) for method in methods), expected)
+
+
+def in_words(value: object, longest: int = 120) -> str:
+    """A value of an argument as a reader wants to see it: short, without addresses.
+
+    Args:
+        value: The value.
+        longest: Most characters.
+
+    Returns:
+        Its text.
+
+    Example:
+        >>> in_words("last"), in_words([0.5, 2]), in_words(len)
+        ("'last'", '[0.5, 2]', 'len')
+    """
+    if value is None or isinstance(value, (bool, int, float, str, list, tuple)):
+        text = repr(value)
+    else:
+        text = getattr(value, "__name__", None) or type(value).__name__
+    return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import check_choice, check_count, check_share, check_type
+from lightning_gradsim.arguments import check_choice, check_count, check_share, check_type, in_words
 from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
@@ -31,6 +31,7 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.reporter import Reporter, ReporterSettings
 from lightning_gradsim.schedule import Moment, Schedule
 from lightning_gradsim.scores import Similarity
+from lightning_gradsim.sinks import Sink
 from lightning_gradsim.supervision import Supervisor
 from lightning_gradsim.training_watch import FIRST_EPOCH, TrainingWatch
 from lightning_gradsim.true_labels import TrueLabels
@@ -40,6 +41,7 @@ from lightning_gradsim.visit_statistics import InRunSettings
 STATE_VERSION = 2
 Mode = Literal["auto", "in_run", "pass"]
 MODES = ("auto", "in_run", "pass")
+NO_ARGUMENTS = frozenset({"self", "__class__"})
 logger = logging.getLogger(__name__)
 
 
@@ -49,9 +51,10 @@ class GradSimCallback(Callback):
     At the last validation of every ``every_n_epochs``-th epoch, and in ``trainer.validate``, misclassified validation
     samples become queries. One pass over the training samples compares per-sample gradients of the chosen layers,
     exactly. The result is ``report``, files in ``<log dir>/<name>/`` (``report.json``, ``suspects.csv``,
-    ``influences.csv``, ``mistakes.png``) and, with a ``TensorBoardLogger``, under ``<name>/``: the image ``mistakes``,
-    the text ``suspects``, and the scalars ``errors`` (count), ``suspects_flagged`` (count), ``overhead_seconds`` (s),
-    ``overhead_share`` (time taken so far over the time of the run without it); with ``true_labels=`` also
+    ``influences.csv``, ``report.html`` and pictures) and, with a ``TensorBoardLogger`` or a ``WandbLogger``, under
+    ``<name>/``: images and texts ``mistakes`` and ``suspects``, and the scalars ``errors`` (count),
+    ``suspects_flagged`` (count), ``overhead_seconds`` (s), ``overhead_share`` (time taken so far over the time of the
+    run without it); with ``true_labels=`` also
     ``suspects_auroc``, ``suspects_average_precision`` and further figures of ``SuspectQuality``.
 
     The training run is left as it was, bit for bit: see ``docs/design.md``.
@@ -88,6 +91,11 @@ class GradSimCallback(Callback):
         mean: Mean of the images' normalisation, a value a channel, undone on panels.
         std: Standard deviation of the images' normalisation, undone on panels.
         show_teachers: Whether panels show who taught the wrong prediction, too.
+        describe: What is shown of samples that are no pictures: a function from a sample of the dataset to words, or a
+            tokenizer, whose ``decode`` gets token ids. It never stops a report.
+        feature_names: Names of the numbers of an input, which are then shown as a table.
+        sinks: Further places for reports, beside files and the trainer's own loggers: objects with the methods of
+            ``Sink``.
         mislabel_score: What suspects are ranked by, from the logits and features of all training steps:
             ``"margin_knn"``, ``"log_margin"``, ``"knn"``, ``"aum"``, ``"loss"``, ``"el2n"``, ``"self_influence"`` or
             ``"influence"`` (on the classes of the latest validation that was looked at). ``None`` watches no training
@@ -144,6 +152,9 @@ class GradSimCallback(Callback):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         show_teachers: bool = False,
+        describe: Any = None,
+        feature_names: Sequence[str] | None = None,
+        sinks: Sequence[Sink] = (),
         mislabel_score: str | None = "margin_knn",
         true_labels: Any = None,
         trusted_val: bool = False,
@@ -154,6 +165,7 @@ class GradSimCallback(Callback):
         name: str = "gradsim",
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
+        words = {argument: in_words(value) for argument, value in locals().items() if argument not in NO_ARGUMENTS}
         super().__init__()
         check_choice("on_error", on_error, ("warn", "raise"))
         check_choice("query_policy", query_policy, QUERY_POLICIES)
@@ -189,7 +201,20 @@ class GradSimCallback(Callback):
         self._failures = Failures(type(self).__name__)
         truth = None if true_labels is None else TrueLabels(true_labels)
         contents = ReporterSettings(
-            self.settings, train_data, max_train_samples, seed, class_names, mean, std, show_teachers, name, truth
+            self.settings,
+            train_data,
+            max_train_samples,
+            seed,
+            class_names,
+            mean,
+            std,
+            show_teachers,
+            name,
+            describe,
+            feature_names,
+            sinks,
+            words,
+            truth,
         )
         self._reporter = Reporter(contents, self._failures.warn_once)
         self._clock = Clock()
@@ -257,6 +282,7 @@ class GradSimCallback(Callback):
             "last_step": self._last_step,
             "passed_over": self._num_passed_over,
             "in_run": self._watch.state_dict(),
+            "history": self._reporter.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,6 +299,7 @@ class GradSimCallback(Callback):
         self._last_step = int(state_dict.get("last_step", 0))
         self._num_passed_over = int(state_dict.get("passed_over", 0))
         self._watch.load_state_dict(state_dict.get("in_run", {}))
+        self._reporter.load_state_dict(state_dict.get("history", {}))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that are not supported; a callback that has stopped tries again in a new run."""
@@ -282,6 +309,7 @@ class GradSimCallback(Callback):
             # Before a resume loads its state.
             self._num_read = self._last_step = self._num_passed_over = 0
             self._batch_idx = -1
+            self._reporter.begin_run()
             self._watch.attach(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -460,11 +488,14 @@ class GradSimCallback(Callback):
             )[0]
             assert judged is not None
             trusted, problems = self._fine_tune(trainer, module, report, buffers)
-            self.report = report = replace(
+            report = replace(
                 self._reporter.with_suspects(report, judged[0], [*judged[1], *problems], trusted),
                 seconds=self._clock.validation_seconds,
                 time_share=self._clock.share,
             )
+            if trainer.state.fn == "fit":
+                report = self._reporter.with_history(report, selection)
+            self.report = report
             self._num_read += min(part.reached for part in parts)
             self._last_step, self._num_passed_over = self._moment.step, 0
             self._supervisor.on_all_ranks(
@@ -545,12 +576,12 @@ class GradSimCallback(Callback):
     ) -> None:
         self._reporter.log_plan(report)
         readers = collector.readers({query.dataloader_idx for query in report.queries})
-        panel = self._reporter.draw(report, kept, readers)
+        drawing = self._reporter.draw(report, kept, readers)
         if bridge.is_trial_run(trainer):
             return
         seconds, share = self._clock.validation_seconds, self._clock.share  # now with what drawing took
         self.report = report = replace(report, seconds=seconds, time_share=share)
-        self._reporter.write(report, panel, directory, bridge.tensorboard_writers(trainer))
+        self._reporter.write(report, drawing, directory, bridge.sinks_of(trainer))
 
     def _clear(self) -> None:
         self._collector = self._waiting = None

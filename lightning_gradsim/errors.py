@@ -57,6 +57,10 @@ class ProcessError(GradSimError, RuntimeError):
     """Another process of the run failed in its part of the work."""
 
 
+class SinkError(GradSimError, OSError):
+    """Several places took no report."""
+
+
 class VerificationError(GradSimError, AssertionError):
     """A self-check failed."""
 

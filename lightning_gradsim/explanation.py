@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.batches import join_samples, tensors_of
+from lightning_gradsim.batches import join_samples
 from lightning_gradsim.clock import Clock, until
 from lightning_gradsim.collation import ONE_AT_A_TIME, reorders_samples
 from lightning_gradsim.engine import EngineSettings, Observer, Rounds, ShardResult, merge_shards, score_shard
@@ -19,7 +19,7 @@ from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.memory import default_budget
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.query_side import QueryBatch
-from lightning_gradsim.report import QueryReport, Report
+from lightning_gradsim.report import ErrorPair, Histogram, QueryReport, Report
 from lightning_gradsim.rereading import NOTHING_CHOSEN, Finding, Rereading, Tapped
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import (
@@ -31,6 +31,7 @@ from lightning_gradsim.train_pass import (
     stratified_indices,
 )
 
+MAX_PAIRS = 1000
 NOISY_VALIDATION = 0.3
 """Share of queries whose own label looks wrong from which the report warns of a noisy validation set."""
 AUGMENTED = (
@@ -51,8 +52,6 @@ MIN_FIRST = 512
 """Training samples that are read then at least."""
 CURVATURE_SAMPLES = 2000
 """Training samples that the curvature behind ``influence`` is taken from at most."""
-PANEL_QUERIES = 6
-PANEL_TILES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,6 +353,8 @@ def make_report(
         num_validation_samples=num_validation_samples,
         num_errors=num_errors,
         errors_per_class=errors_per_class,
+        error_pairs=tuple(ErrorPair(*pair, count) for pair, count in selection.pair_counts().items())[:MAX_PAIRS],
+        self_influence=Histogram.of(result.suspects.scores),
         num_dropped_queries=len(selection.queries) - len(queries),
         queries=queries,
         suspects=result.suspects,
@@ -364,39 +365,6 @@ def make_report(
         plan=result.plan,
     )
     return report, tuple(still_wrong.values())
-
-
-def collect_pictures(
-    report: Report, kept: Sequence[Query], reference: Reference, validation_readers: Mapping[int, SampleReader]
-) -> tuple[list[Tensor | None], dict[int, Tensor]]:
-    """The inputs that a panel shows, read from the datasets: as they are before any transfer hook.
-
-    Args:
-        report: The report.
-        kept: The copy of each of the report's queries, for those whose place in the validation dataset is not known.
-        reference: The training samples.
-        validation_readers: Readers of the validation datasets by loader, where the order is known.
-
-    Returns:
-        An image or ``None`` for each query of the report (``None`` beyond those that a panel shows), and images of
-        training samples by id.
-    """
-    shown = report.queries[:PANEL_QUERIES]
-    lists = [samples[:PANEL_TILES] for query in shown for samples in (query.harmful, query.look_alikes, query.teachers)]
-    train_ids = sorted({sample.sample_id for samples in lists for sample in samples})
-    by_loader = {
-        index: _read_images(
-            reader, [q.sample_id for q in shown if q.dataloader_idx == index and q.sample_id is not None]
-        )
-        for index, reader in validation_readers.items()
-    }
-    images: list[Tensor | None] = []
-    for query, copy in zip(shown, kept, strict=False):
-        if query.sample_id is not None and query.dataloader_idx in by_loader:
-            images.append(by_loader[query.dataloader_idx].get(query.sample_id))
-        else:
-            images.append(_image_of(copy.data))
-    return images + [None] * (len(report.queries) - len(shown)), _read_images(reference.reader, train_ids)
 
 
 def _what_was_read(number: int, reference: Reference, part: Part) -> tuple[str, list[str]]:
@@ -447,14 +415,3 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
         dataset = dataset.dataset
     names = getattr(dataset, "classes", None)
     return tuple(str(name) for name in names) if isinstance(names, (list, tuple)) else None
-
-
-def _read_images(reader: SampleReader, sample_ids: Sequence[int]) -> dict[int, Tensor]:
-    if not sample_ids:
-        return {}
-    images = {int(ids[0]): _image_of(batch) for ids, batch in reader.lookup(sample_ids).batches()}
-    return {sample_id: image for sample_id, image in images.items() if image is not None}
-
-
-def _image_of(batch: Any) -> Tensor | None:
-    return next((tensor[0] for tensor in tensors_of(batch) if tensor.ndim in (3, 4)), None)

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -30,6 +30,7 @@ from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.explanation import RunContext
 from lightning_gradsim.lightning_twins import is_instance, overrides
 from lightning_gradsim.schedule import Moment
+from lightning_gradsim.sinks import Sink, TensorBoardSink, WandbSink
 
 T = TypeVar("T")
 BAR_DELAY = 1.0
@@ -264,9 +265,15 @@ def gather(trainer: Trainer, value: T) -> list[T]:
     return values
 
 
-def tensorboard_writers(trainer: Trainer) -> list[Any]:
-    """The summary writer of every TensorBoard logger."""
-    return [logger.experiment for logger in trainer.loggers if is_instance(logger, TensorBoardLogger)]
+def sinks_of(trainer: Trainer) -> list[Sink]:
+    """A sink for every logger of the trainer that takes pictures."""
+    sinks: list[Sink] = []
+    for logger in trainer.loggers:
+        if is_instance(logger, TensorBoardLogger):
+            sinks.append(TensorBoardSink(logger.experiment))
+        elif is_instance(logger, WandbLogger):
+            sinks.append(WandbSink(logger.experiment))
+    return sinks
 
 
 def is_trial_run(trainer: Trainer) -> bool:

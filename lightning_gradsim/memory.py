@@ -134,17 +134,22 @@ class GraphMeter:
         # Under autocast a graph keeps casts of the parameters, which are the same for any number of samples.
         casts = {tuple(sorted(tensor.shape)) for tensor in plain if isinstance(tensor, nn.Parameter)}
 
-        def pack(tensor: Tensor) -> Tensor:
+        def count(tensor: Tensor) -> None:
             if tensor.layout is not torch.strided:
-                return tensor
+                return
             if tensor.dtype in (torch.float16, torch.bfloat16) and tuple(sorted(tensor.shape)) in casts:
-                return tensor
+                return
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._known:
                 self._known.add(storage.data_ptr())
                 self.num_bytes += storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
-            return tensor
+
+        def pack(tensor: Tensor) -> Tensor:
+            count(tensor)
+            # A result that its own node keeps, as that of a ReLU, would hold the graph, and the graph would hold it:
+            # nothing collects such a circle.
+            return tensor.detach()
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield

@@ -11,10 +11,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.errors import NonFiniteError
+from lightning_gradsim.history import key_of
 from lightning_gradsim.plain_values import Label, to_label
 from lightning_gradsim.tasks import Task
 
@@ -51,7 +53,7 @@ class QuerySelection:
 
     ``highest_loss`` takes the misclassified samples of highest loss, balanced over their labels: first the worst of
     every class, then the second worst, and so on. ``random`` takes a seeded choice. Both depend on the samples alone,
-    not on their order, and at no time are more than ``num_queries`` samples kept, beside 12 bytes for each one seen.
+    not on their order, and at no time are more than ``num_queries`` samples kept, beside 16 bytes for each one seen.
 
     With several processes each has one of its own, which can be pickled; ``merge_selections`` makes one of them all.
 
@@ -80,7 +82,7 @@ class QuerySelection:
         self.task: Task | None = None
         self._kept: list[Query] = []
         # Key and outcome of every sample seen, so that one that several processes met can be counted once.
-        self._keys, self._outcomes = array("q"), array("i")
+        self._keys, self._outcomes, self._predictions = array("q"), array("i"), array("i")
 
     @property
     def queries(self) -> tuple[Query, ...]:
@@ -91,6 +93,19 @@ class QuerySelection:
         """Misclassified samples by label (empty without exclusive classes), their number, and samples seen."""
         by_class = Counter(outcome for outcome in self._outcomes if outcome != _RIGHT)
         return (dict(sorted(by_class.items())) if self._has_classes else {}), by_class.total(), len(self._outcomes)
+
+    def pair_counts(self) -> dict[tuple[int, int], int]:
+        """Misclassified samples by label and prediction, the most frequent pair first; empty without classes."""
+        if not self._has_classes:
+            return {}
+        pairs = zip(self._outcomes, self._predictions, strict=True)
+        counts = Counter(pair for pair in pairs if pair[0] != _RIGHT)
+        return dict(sorted(counts.items(), key=lambda each: (-each[1], each[0])))
+
+    def known_keys(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Keys of all samples seen that have an id, and of those among them that are misclassified."""
+        keys = np.array(self._keys, np.int64)
+        return keys[keys >= 0], keys[(keys >= 0) & (np.array(self._outcomes, np.int32) != _RIGHT)]
 
     def update(self, adapter: Adapter, batch: Any, step: Step, ids: Tensor | None, dataloader_idx: int) -> None:
         """Take in a validation batch.
@@ -114,6 +129,8 @@ class QuerySelection:
         self._keys.extend(map(partial(_key, dataloader_idx), sample_ids, ordinals))
         labels = outcome.labels if self._has_classes else outcome.wrong.long() - 1
         self._outcomes.extend(labels.where(outcome.wrong, _RIGHT).tolist())
+        predictions = outcome.predictions if self._has_classes else torch.zeros_like(labels)
+        self._predictions.extend(predictions.tolist())
         wanted = torch.ones_like(outcome.wrong) if self.policy == "all" else outcome.wrong
         rows = {ordinals[row]: row for row in wanted.nonzero().flatten().tolist()}
         new = [
@@ -182,13 +199,15 @@ def merge_selections(selections: Sequence[QuerySelection]) -> QuerySelection:
         return first
     merged = QuerySelection(first.num_queries, first.policy, first.seed)
     merged.task = next((each.task for each in selections if each.task is not None), None)
-    keys, outcomes = (
-        np.concatenate([np.array(getattr(each, name)) for each in selections]) for name in ("_keys", "_outcomes")
+    columns = ("_keys", "_outcomes", "_predictions")
+    keys, outcomes, predictions = (
+        np.concatenate([np.array(getattr(each, name)) for each in selections]) for name in columns
     )
     wrong_first = np.argsort(-outcomes, kind="stable")
     keys, places = np.unique(keys[wrong_first], return_index=True)
     merged._keys.frombytes(keys.tobytes())
     merged._outcomes.frombytes(outcomes[wrong_first][places].tobytes())
+    merged._predictions.frombytes(predictions[wrong_first][places].tobytes())
     by_loss = sorted((query for each in selections for query in each.queries), key=lambda q: (-q.loss, q.ordinal))
     kept: dict[int, Query] = {}
     for query in by_loss:
@@ -199,7 +218,7 @@ def merge_selections(selections: Sequence[QuerySelection]) -> QuerySelection:
 
 def _key(dataloader_idx: int, sample_id: int | None, ordinal: int) -> int:
     """One number for a sample of any loader; negative without an id."""
-    return -1 - ordinal if sample_id is None else sample_id + (dataloader_idx << 48)
+    return -1 - ordinal if sample_id is None else key_of(dataloader_idx, sample_id)
 
 
 def _place(query: Query) -> tuple[int, int]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from lightning_gradsim.datasets import Relabelled, sample_ids
+from lightning_gradsim.history import FollowedQuery, TrendPoint
 from lightning_gradsim.plain_values import Label, write_csv
 from lightning_gradsim.plan_record import Plan
-from lightning_gradsim.suspects import SuspectTable
+from lightning_gradsim.suspects import Suspect, SuspectTable
 from lightning_gradsim.true_labels import SuspectQuality
 
 REPORT_VERSION = 1
@@ -70,6 +74,8 @@ class QueryReport:
         teachers: Proponents for the predicted label by the chosen similarity, strongest first.
         look_alikes: Highest cosine, closest first.
         label_looks_wrong: Whether its own label is doubtful, judged by the closest training samples and by the model.
+        wrong_since: First epoch of its latest run of mistakes, as far as validations were looked at; ``None`` where it
+            has no id, and outside ``fit``.
     """
 
     sample_id: int | None
@@ -82,6 +88,54 @@ class QueryReport:
     teachers: tuple[InfluentialSample, ...] = ()
     look_alikes: tuple[InfluentialSample, ...] = ()
     label_looks_wrong: bool = False
+    wrong_since: int | None = None
+
+
+@dataclass(frozen=True)
+class ErrorPair:
+    """Misclassified validation samples of one label that are taken for another one.
+
+    Attributes:
+        label: The given label.
+        prediction: What the model predicts.
+        count: How many.
+    """
+
+    label: int
+    prediction: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How the squared gradient norms of training samples are distributed.
+
+    Attributes:
+        edges: Edges of the bins, in powers of ten, rising.
+        counts: Samples in each bin.
+        num_zero: Samples of which the norm is zero, in no bin.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    num_zero: int
+
+    def values(self) -> NDArray[np.float64]:
+        """The middle of its bin for each sample, in powers of ten, ``[N]``."""
+        edges = np.array(self.edges)
+        return np.repeat((edges[1:] + edges[:-1]) / 2, self.counts)
+
+    @staticmethod
+    def of(values: Tensor, num_bins: int = 30) -> Histogram | None:
+        """The histogram of values of at least zero, ``[N]``; ``None`` where none is positive and finite."""
+        logs = values[(values > 0) & values.isfinite()].double().log10()
+        if not len(logs):
+            return None
+        low, high = float(logs.min()), float(logs.max())
+        low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
+        counts = torch.histc(logs, num_bins, low, high).long().tolist()
+        edges = torch.linspace(low, high, num_bins + 1, dtype=torch.float64).tolist()
+        return Histogram(tuple(edges), tuple(counts), int((values == 0).sum()))
 
 
 @dataclass(frozen=True)
@@ -112,6 +166,12 @@ class Report:
         suspect_quality: How well the suspects find wrong labels, where ``true_labels=`` tells which those are.
         recall: Estimated share of the exact lists that is among the samples read, by list (``harmful``,
             ``look_alikes``, ``teachers``), where samples were chosen by what training steps have shown; else ``None``.
+        settings: What the callback was given, in words.
+        versions: Releases of what the report depends on, by name.
+        error_pairs: Misclassified samples by label and prediction, the most frequent first; empty without classes.
+        self_influence: Squared gradient norms of the training samples that the pass has read.
+        trends: This report and earlier ones of the run in numbers, the newest last.
+        followed: What has become of queries of this report and of earlier ones.
     """
 
     epoch: int
@@ -136,6 +196,12 @@ class Report:
     share_read: float = 1.0
     suspect_quality: SuspectQuality | None = None
     recall: Mapping[str, float] | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    error_pairs: tuple[ErrorPair, ...] = ()
+    self_influence: Histogram | None = None
+    trends: tuple[TrendPoint, ...] = ()
+    followed: tuple[FollowedQuery, ...] = ()
 
     @property
     def errors_in_words(self) -> str:
@@ -143,6 +209,28 @@ class Report:
         if self.task == "regression":
             return f"{self.num_validation_samples:,} validation samples, studied by loss"
         return f"{self.num_errors:,} of {self.num_validation_samples:,} validation samples wrong"
+
+    @property
+    def nothing_in_words(self) -> str:
+        """Why there are no queries; empty where there are some."""
+        if self.queries:
+            return ""
+        if self.num_dropped_queries:
+            return "what validation met as wrong is right under the weights present at scoring"
+        return "no validation sample is misclassified"
+
+    @property
+    def cost_in_words(self) -> str:
+        """Seconds of this report, and the share of training time that all have taken."""
+        return f"{self.seconds:.2f} s{'; ' * (self.time_share is not None)}{self.share_in_words}"
+
+    @property
+    def share_in_words(self) -> str:
+        """What all reports have cost so far, as a share of training time; empty where it is not known."""
+        if self.time_share is None:
+            return ""
+        words = f"{self.time_share:.1%} of" if self.time_share < 1 else f"{self.time_share:.1f} times"
+        return f"so far {words} the time that training took without it"
 
     @property
     def suspect_queries(self) -> tuple[QueryReport, ...]:
@@ -200,6 +288,19 @@ class Report:
         more = [f"{len(pairs) - limit} other pairs"] if len(pairs) > limit else []
         return ", ".join([*words[:limit], *more])
 
+    def flagged_among(self, sample_ids: Sequence[int]) -> dict[int, Suspect]:
+        """Those of some training samples whose labels look wrong.
+
+        Args:
+            sample_ids: Ids of training samples.
+
+        Returns:
+            The flagged suspects among them, by sample id.
+        """
+        wanted = torch.tensor(list(sample_ids), dtype=torch.long)
+        rows = (torch.isin(self.suspects.sample_ids, wanted) & self.suspects.flagged).nonzero().flatten().tolist()
+        return {suspect.sample_id: suspect for suspect in (self.suspects[row] for row in rows)}
+
     def relabel(self, dataset: Dataset[Any], limit: int | None = None) -> Relabelled:
         """The training data with suggested labels instead of those that look wrong.
 
@@ -255,6 +356,10 @@ class Report:
             **values,
             "plan": None if self.plan is None else asdict(self.plan),
             "suspect_quality": None if self.suspect_quality is None else asdict(self.suspect_quality),
+            "error_pairs": [asdict(pair) for pair in self.error_pairs],
+            "self_influence": None if self.self_influence is None else asdict(self.self_influence),
+            "trends": [asdict(point) for point in self.trends],
+            "followed": [asdict(query) for query in self.followed],
             "errors_per_class": {str(label): count for label, count in self.errors_per_class.items()},
             "num_flagged": self.suspects.num_flagged,
             "confusion": [
@@ -289,14 +394,8 @@ class Report:
         yield f"epoch {self.epoch}, step {self.step}: {self.errors_in_words}"
         yield f"{len(self.queries)} queries against {self.reference} ({layers}; {self.similarity})"
         if not self.queries:
-            dropped = "what validation met as wrong is right under the weights present at scoring"
-            reason = dropped if self.num_dropped_queries else "no validation sample is misclassified"
-            yield f"nothing to explain: {reason}"
-        share = ""
-        if self.time_share is not None:
-            words = f"{self.time_share:.1%} of" if self.time_share < 1 else f"{self.time_share:.1f} times"
-            share = f"; so far {words} the time that training took without it"
-        yield f"cost: {self.seconds:.2f} s{share}"
+            yield f"nothing to explain: {self.nothing_in_words}"
+        yield f"cost: {self.cost_in_words}"
 
     def _query_lines(self, query: QueryReport) -> Iterator[str]:
         probability = "" if query.probability is None else f" ({query.probability:.0%})"

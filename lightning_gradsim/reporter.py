@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
@@ -19,6 +18,7 @@ from lightning_gradsim.arguments import (
     check_names,
     check_normalisation,
     check_seed,
+    check_sinks,
     check_type,
 )
 from lightning_gradsim.datasets import num_ids
@@ -29,21 +29,40 @@ from lightning_gradsim.explanation import (
     Reading,
     Reference,
     RunContext,
-    collect_pictures,
     make_reference,
     make_report,
     score_part,
 )
+from lightning_gradsim.history import History, TrendPoint, key_of
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.report import Report
 from lightning_gradsim.sample_statistics import num_differing_labels
-from lightning_gradsim.sinks import TensorBoardWriter, save_png_atomically, write_report_files, write_tensorboard
+from lightning_gradsim.shown_samples import SHOWN_QUERIES, ShownSamples, collect_shown_samples
+from lightning_gradsim.sinks import (
+    Publication,
+    Sink,
+    save_png_atomically,
+    write_everywhere,
+    write_report_files,
+    write_text_atomically,
+)
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import SampleReader, make_reader
 from lightning_gradsim.true_labels import TrueLabels
 from lightning_gradsim.trusted_validation import fine_tune, trusted_notes, with_trusted
-from lightning_gradsim.views import mistake_panel
+from lightning_gradsim.versions import installed_versions
+from lightning_gradsim.views import (
+    ExhibitMaker,
+    Pixels,
+    class_pairs_markdown,
+    class_pairs_picture,
+    mistake_panel,
+    mistakes_markdown,
+    report_page,
+    suspects_gallery,
+    suspects_markdown,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +81,10 @@ class ReporterSettings:
         std: Standard deviation of the images' normalisation.
         show_teachers: Whether panels show teachers.
         name: Tag prefix, and name of a folder.
+        describe: From a sample of the dataset to words, or a tokenizer.
+        feature_names: Names of the numbers of an input.
+        sinks: Further places for reports.
+        words: All arguments of the callback in words.
         true_labels: Known true labels of the training samples.
 
     Raises:
@@ -78,16 +101,37 @@ class ReporterSettings:
     std: Sequence[float] | None
     show_teachers: bool
     name: str
+    describe: Any = None
+    feature_names: Sequence[str] | None = None
+    sinks: Sequence[Sink] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
     true_labels: TrueLabels | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
         check_count("max_train_samples", self.max_train_samples, optional=True)
         check_seed(self.seed)
-        check_names("class_names", self.class_names)
+        check_names("class_names", self.class_names, "one name a class, or None for the dataset's own")
         check_normalisation(self.mean, self.std)
         check_type("show_teachers", self.show_teachers, isinstance(self.show_teachers, bool), "True or False")
         check_folder_name("name", self.name)
+        is_describer = self.describe is None or callable(self.describe) or hasattr(self.describe, "decode")
+        check_type("describe", self.describe, is_describer, "a function of a sample, or a tokenizer with `decode`")
+        check_names("feature_names", self.feature_names, "one name a number, or None")
+        check_sinks(self.sinks)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """What is shown of a report.
+
+    Attributes:
+        pictures: By name.
+        shown: Pictures, texts and values of the samples that the report names.
+    """
+
+    pictures: Mapping[str, Pixels]
+    shown: ShownSamples
 
 
 class Reporter:
@@ -105,6 +149,7 @@ class Reporter:
         self._reference: Reference | None = None
         self._change: str | None = None
         self._logged_plan = ""
+        self._history = History()
 
     @property
     def has_source(self) -> bool:
@@ -187,6 +232,7 @@ class Reporter:
         report, kept = make_report(parts, selection, self._reference, own.engine)
         if self._change is not None:
             report = replace(report, notes=(*report.notes, self._change))
+        report = replace(report, settings=own.words, versions=installed_versions())
         if own.class_names is not None:
             report = replace(report, class_names=tuple(own.class_names))
         return report, kept
@@ -237,8 +283,56 @@ class Reporter:
             report = replace(report, suspect_quality=self._settings.true_labels.judge(report.suspects))
         return replace(report, notes=(*report.notes, *notes))
 
-    def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> NDArray[np.uint8]:
-        """The panel of a report.
+    def with_history(self, report: Report, selection: QuerySelection) -> Report:
+        """The report beside the earlier ones of its run, which then remembers it.
+
+        Args:
+            report: The report, complete but for this.
+            selection: The queries, of all processes.
+
+        Returns:
+            The report.
+        """
+        history = self._history
+        if report.task != Task.REGRESSION.value:  # there, every sample counts as one to look at
+            history.see(report.epoch, *selection.known_keys())
+        keys = [None if q.sample_id is None else key_of(q.dataloader_idx, q.sample_id) for q in report.queries]
+        shown = [(key, query) for key, query in zip(keys, report.queries, strict=True) if key is not None]
+        history.follow([(key, query.label, query.prediction) for key, query in shown[:SHOWN_QUERIES]])
+        harmful = [sample.label_is_prediction for query in report.queries for sample in query.harmful]
+        point = TrendPoint(
+            report.epoch,
+            report.step,
+            report.num_errors,
+            report.suspects.num_flagged,
+            history.overlap(report.suspects.sample_ids),
+            sum(harmful) / len(harmful) if harmful else None,
+        )
+        history.add(point)
+        queries = tuple(
+            query if key is None else replace(query, wrong_since=history.wrong_since(key))
+            for key, query in zip(keys, report.queries, strict=True)
+        )
+        return replace(report, queries=queries, trends=history.points, followed=history.followed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later reports of the run need of earlier ones, plain values and tensors."""
+        return self._history.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: The state.
+        """
+        self._history.load_state_dict(state)
+
+    def begin_run(self) -> None:
+        """Forget earlier runs."""
+        self._history = History()
+
+    def draw(self, report: Report, kept: Sequence[Query], readers: Mapping[int, SampleReader]) -> Drawing:
+        """The pictures of a report.
 
         Args:
             report: The report.
@@ -246,32 +340,85 @@ class Reporter:
             readers: Readers of the validation datasets by loader.
 
         Returns:
-            Picture, uint8 ``[H, W, 3]``.
+            Pictures, and what else is shown of samples.
         """
         assert self._reference is not None
-        query_images, train_images = collect_pictures(report, kept, self._reference, readers)
         own = self._settings
-        return mistake_panel(
-            report, query_images, train_images, show_teachers=own.show_teachers, mean=own.mean, std=own.std
-        )
+        maker = ExhibitMaker(own.mean, own.std, own.describe, own.feature_names)
+        shown = collect_shown_samples(report, kept, self._reference.reader, readers, maker)
+        if shown.failure is not None:
+            self._warn(f"`describe=` failed on a sample, which is shown without its text. {shown.failure.rstrip('.')}")
+        pictures = {}
+        if shown.have_pictures or not shown.have_words:
+            pictures["mistakes"] = mistake_panel(report, shown.queries, shown.train, show_teachers=own.show_teachers)
+        if shown.have_pictures:
+            pictures["suspects"] = suspects_gallery(report, shown.train)
+        if report.error_pairs:
+            pictures["class_pairs"] = class_pairs_picture(report)
+        return Drawing(pictures, shown)
 
-    def write(
-        self, report: Report, panel: NDArray[np.uint8], directory: Path, writers: Sequence[TensorBoardWriter]
-    ) -> None:
-        """Write a report.
+    def write(self, report: Report, drawing: Drawing, directory: Path, sinks: Sequence[Sink]) -> None:
+        """Write a report everywhere, also where one of the places fails.
 
         Args:
             report: The report.
-            panel: Its panel.
+            drawing: Its pictures.
             directory: Folder of the files.
-            writers: The TensorBoard writers.
+            sinks: The loggers.
         """
-        write_report_files(report, directory)
-        save_png_atomically(panel, directory / "mistakes.png")
-        if not writers:
+        sinks = [*sinks, *self._settings.sinks]
+        if not sinks:
             self._warn(f"no logger takes pictures: the report is in `{directory}` and in `callback.report`")
-        for writer in writers:
-            write_tensorboard(writer, report, panel, self._settings.name)
+        publication = self._publication(report, drawing)
+        write_everywhere(
+            [
+                ("files", lambda: self._write_files(report, drawing, directory)),
+                *((type(sink).__name__, partial(publication.write_to, sink)) for sink in sinks),
+            ]
+        )
+
+    def _write_files(self, report: Report, drawing: Drawing, directory: Path) -> None:
+        write_report_files(report, directory)
+        for name, pixels in drawing.pictures.items():
+            save_png_atomically(pixels, directory / f"{name}.png")
+        shown = drawing.shown
+        page = report_page(
+            report,
+            shown.queries,
+            shown.train,
+            show_teachers=self._settings.show_teachers,
+            near_duplicates=shown.near_duplicates(report),
+        )
+        write_text_atomically(page, directory / "report.html")
+
+    def _publication(self, report: Report, drawing: Drawing) -> Publication:
+        name, shown = self._settings.name, drawing.shown
+        scalars: dict[str, float | None] = {
+            "errors": float(report.num_errors),
+            "suspects_flagged": float(report.suspects.num_flagged),
+            "overhead_seconds": report.seconds,
+            "overhead_share": report.time_share,
+        }
+        if report.trends:
+            newest = report.trends[-1]
+            scalars["suspects_overlap"] = newest.suspects_overlap
+            scalars["harmful_with_prediction"] = newest.harmful_with_prediction
+        if report.suspect_quality is not None:
+            scalars |= {f"suspects_{figure}": share for figure, share in report.suspect_quality.shares()}
+        texts = {
+            "mistakes": mistakes_markdown(report, shown.queries, shown.train),
+            "suspects": suspects_markdown(report, shown.train),
+            **({"class_pairs": class_pairs_markdown(report)} if report.error_pairs else {}),
+        }
+        histogram = report.self_influence
+        histograms = {} if histogram is None else {"self_influence_log10": histogram.values()}
+        return Publication(
+            report.step,
+            images={f"{name}/{tag}": pixels for tag, pixels in drawing.pictures.items()},
+            texts={f"{name}/{tag}": text for tag, text in texts.items()},
+            scalars={f"{name}/{tag}": value for tag, value in scalars.items() if value is not None},
+            histograms={f"{name}/{tag}": values for tag, values in histograms.items()},
+        )
 
     def log_plan(self, report: Report) -> None:
         """Log the plan once, and again where it is another one.

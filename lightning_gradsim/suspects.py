@@ -67,6 +67,7 @@ class SuspectTable(Sequence[Suspect]):
         score_name: What the score is: ``self_influence`` of one pass, or a score of all training steps.
         parts: Other scores, by name, float32 ``[N]``.
         visits: In how many training steps each was seen, int64 ``[N]``, or ``None``.
+        upper_estimate: An upper estimate of the number of wrong labels, or ``None``.
     """
 
     sample_ids: Tensor
@@ -78,6 +79,7 @@ class SuspectTable(Sequence[Suspect]):
     score_name: str = "self_influence"
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     visits: Tensor | None = None
+    upper_estimate: int | None = None
 
     def __len__(self) -> int:
         """Number of scored training samples."""

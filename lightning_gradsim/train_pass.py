@@ -146,6 +146,11 @@ class SampleReader:
         ids = self.ids[start : start + self.batch_size].tolist()
         return f"Samples {ids[:10]} of {kind} can be read one by one, but not as a batch: {_in_words(error)}. {REPAIR}"
 
+    def known(self, sample_ids: Sequence[int]) -> list[int]:
+        """Those of some ids that this reader has, in their order."""
+        has = torch.isin(torch.tensor(sample_ids, dtype=torch.long), self.ids).tolist()
+        return [sample_id for sample_id, is_known in zip(sample_ids, has, strict=True) if is_known]
+
     def lookup(self, sample_ids: Sequence[int]) -> SampleReader:
         """A reader of the given samples, one a batch.
 

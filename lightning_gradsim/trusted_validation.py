@@ -108,9 +108,9 @@ def with_trusted(table: SuspectTable, trusted: Tensor) -> SuspectTable:
     scores = add_trusted(scores if table.score_name == DEFAULT_SCORE else standardise(scores), own)
     ranking = scores.argsort(descending=True, stable=True)
     rows = order[ranking]
-    columns = {name: value[rows] for name, value in vars(table).items() if isinstance(value, Tensor)}
+    columns: dict[str, Any] = {name: value[rows] for name, value in vars(table).items() if isinstance(value, Tensor)}
     parts = {name: values[rows] for name, values in table.parts.items()}
-    columns["scores"] = scores[ranking]
+    columns |= {"scores": scores[ranking], "upper_estimate": None}  # that was one of other scores
     name = f"{table.score_name}+{TRUSTED}"
     return replace(table, **columns, parts={**parts, TRUSTED: own[ranking]}, score_name=name)
 

@@ -189,6 +189,7 @@ class VisitStatistics:
             score_name=self._settings.score,
             parts=judgement.parts,
             visits=judgement.visits,
+            upper_estimate=judgement.upper_estimate,
         )
         return table, (*judgement.notes, *cautions, *self._notes())
 

@@ -87,3 +87,9 @@ def test_the_in_run_benchmark_measures_a_row(load, tmp_path, capsys, monkeypatch
     assert abs(row["estimated"] - row["recall"]) < 0.3
     assert row["seconds"] > 0 < row["seconds exact"]
     assert "left out: the environment variable GRADSIM_DATA" in capsys.readouterr().out
+
+
+def test_the_benchmark_of_views_measures_a_row(load, capsys):
+    (seconds,) = load("views").main(["--sides", "8", "--repeats", "1"]).values()
+    assert seconds > 0
+    assert "8 x 8:" in capsys.readouterr().out

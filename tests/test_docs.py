@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gradsim import PerSampleGradients
+from lightning_gradsim import GradSimCallback, PerSampleGradients
 from lightning_gradsim.rules import find_rule, registry
 from tests.noninterference.cases import CASES
 from tests.trainer.faults import ELSEWHERE, FAULTS
+from tests.trainer.support import fit
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,3 +118,12 @@ def test_the_adapters_of_the_page_on_batches():
     inputs, targets = names["Words"]().split(batch)
     assert torch.equal(inputs, batch["waveform"])
     assert torch.equal(targets, batch["word"])
+
+
+def test_the_sink_of_the_page_on_reports(tmp_path, capsys):
+    names = {"GradSimCallback": partial(GradSimCallback, on_error="raise", time_budget=None, mislabel_score=None)}
+    exec(blocks("report.md")[1], names)
+    fit(tmp_path, names["gradsim"])
+    printed = capsys.readouterr().out
+    assert "| rank | training sample |" in printed
+    assert "'gradsim/errors':" in printed

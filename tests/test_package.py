@@ -57,7 +57,7 @@ trainer = Trainer(
 trainer.fit(Net(), loader(40), loader(24))
 assert gradsim.report.queries
 files = sorted(path.name for path in Path(trainer.log_dir, "gradsim").iterdir())
-assert {"mistakes.png", "report.json", "suspects.csv", "influences.csv"} <= set(files), files
+assert {"mistakes.png", "report.html", "report.json", "suspects.csv", "influences.csv"} <= set(files), files
 """
 
 

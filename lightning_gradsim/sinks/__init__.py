@@ -1,12 +1,18 @@
-"""Where reports go: files and TensorBoard."""
+"""Where reports go: files, loggers, and what users bring along."""
 
 from lightning_gradsim.sinks.files import save_png_atomically, write_report_files, write_text_atomically
-from lightning_gradsim.sinks.tensorboard import TensorBoardWriter, write_tensorboard
+from lightning_gradsim.sinks.protocol import Publication, Sink, write_everywhere
+from lightning_gradsim.sinks.tensorboard import TensorBoardSink, TensorBoardWriter
+from lightning_gradsim.sinks.wandb import WandbSink
 
 __all__ = [
+    "Publication",
+    "Sink",
+    "TensorBoardSink",
     "TensorBoardWriter",
+    "WandbSink",
     "save_png_atomically",
+    "write_everywhere",
     "write_report_files",
-    "write_tensorboard",
     "write_text_atomically",
 ]

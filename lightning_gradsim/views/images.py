@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ ValueRange = Literal["as given", "0-1", "0-255", "stretched"]
 # Both stripes are far from grey, so that a single broken pixel of a grey image is seen, whichever stripe it falls on.
 HATCH: tuple[Colour, Colour] = ((204, 0, 204), (176, 112, 176))
 _STRIPE = 2
+_STRIPES = 40
 _CHANNEL_COUNTS = (1, 3, 4)
 # Interpolation and half precision leave values slightly outside of 0-1.
 _SLACK = 0.01
@@ -36,11 +38,21 @@ class RgbImage:
         pixels: uint8 ``[H, W, 3]``.
         value_range: How its values were read.
         has_non_finite: Whether some pixels are NaN or infinite; they are hatched.
+        num_channels: How many channels the image had; of two, the first is shown, of more than three, the first three.
     """
 
     pixels: Pixels
     value_range: ValueRange
     has_non_finite: bool
+    num_channels: int = 3
+
+    @property
+    def shown_channels(self) -> str | None:
+        """Which channels are shown, in words; ``None`` where all are."""
+        if self.num_channels in (1, 3):
+            return None
+        shown = "channel 1" if self.num_channels < 3 else "channels 1 to 3"
+        return f"{shown} of {self.num_channels} shown"
 
 
 def to_rgb(
@@ -85,7 +97,46 @@ def to_rgb(
     broken = ~finite.all(axis=-1)
     if broken.any():
         pixels[broken] = _hatch(*broken.shape)[broken]
-    return RgbImage(pixels, value_range, bool(broken.any()))
+    return RgbImage(pixels, value_range, bool(broken.any()), channels)
+
+
+def shrink(image: RgbImage, longest: int) -> RgbImage:
+    """Scale a picture down, so that no more of it is kept than is shown.
+
+    Args:
+        image: The picture.
+        longest: Pixels of its longer side afterwards, at most.
+
+    Returns:
+        The picture itself where it is small enough.
+    """
+    height, width = image.pixels.shape[:2]
+    factor = longest / max(height, width)
+    if factor >= 1:
+        return image
+    height, width = (max(1, round(side * factor)) for side in (height, width))
+    return replace(image, pixels=_scale(image.pixels, height, width, factor))
+
+
+def picture_notes(pictures: Sequence[RgbImage | None]) -> list[str]:
+    """What a reader must know about how pictures were read.
+
+    Args:
+        pictures: Those that are shown; ``None`` for what has none.
+
+    Returns:
+        A line each, none where all pictures are as they were.
+    """
+    drawn = [picture for picture in pictures if picture is not None]
+    notes = []
+    num_stretched = sum(picture.value_range == "stretched" for picture in drawn)
+    if num_stretched:
+        which = "all images" if num_stretched == len(drawn) else f"{num_stretched} of {len(drawn)} images"
+        notes.append(f"{which}: values stretched from their own lowest to highest")
+    notes += sorted({picture.shown_channels for picture in drawn if picture.shown_channels is not None})
+    if any(picture.has_non_finite for picture in drawn):
+        notes.append("magenta hatching: NaN or infinite pixels")
+    return notes
 
 
 def to_tile(pixels: Pixels | None, size: int, background: Colour = BACKDROP) -> Pixels:
@@ -115,6 +166,21 @@ def to_tile(pixels: Pixels | None, size: int, background: Colour = BACKDROP) -> 
     left, top = ((size - side) // 4 * 2 for side in (width, height))
     canvas.paste(_scale(pixels, height, width, factor), left, top)
     return canvas.to_pixels()
+
+
+def to_png(pixels: Pixels) -> bytes:
+    """A picture, uint8 ``[H, W, 3]``, as the content of a PNG file."""
+    buffer = io.BytesIO()
+    # The lowest level takes a third less time for a file that is a little larger.
+    Image.fromarray(pixels).save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def to_jpeg(pixels: Pixels) -> bytes:
+    """A picture, uint8 ``[H, W, 3]``, as the content of a JPEG file: nearly as it was."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="JPEG", quality=90)
+    return buffer.getvalue()
 
 
 def _to_channels_last(sample: object) -> Tensor | None:
@@ -173,7 +239,9 @@ def _to_levels(values: NDArray[np.float64], finite: NDArray[np.bool_], low: floa
 
 
 def _hatch(height: int, width: int) -> Pixels:
-    diagonals = np.add.outer(np.arange(height), np.arange(width)) // _STRIPE % 2
+    # Of a large image, stripes as wide as in a small one would melt into one colour on a tile.
+    stripe = max(_STRIPE, max(height, width) // _STRIPES)
+    diagonals = np.add.outer(np.arange(height), np.arange(width)) // stripe % 2
     hatch: Pixels = np.asarray(HATCH, dtype=np.uint8)[diagonals]
     return hatch
 

@@ -3,131 +3,159 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
-from lightning_gradsim.plain_values import Label
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.views.canvas import (
     BACKDROP,
-    DOUBT,
     FRAME,
     INK,
     MARK,
-    MINUS,
     MUTED,
-    PAPER,
     RULE,
-    TRACK,
     Canvas,
     Pixels,
     fit_text,
-    is_drawable,
     measure_text,
     to_plain_text,
     wrap_text,
 )
-from lightning_gradsim.views.images import RgbImage, to_rgb, to_tile
+from lightning_gradsim.views.exhibits import Exhibit
+from lightning_gradsim.views.images import RgbImage, picture_notes, to_tile
+from lightning_gradsim.views.tiles import (
+    BAR,
+    BODY,
+    CAPTION_LINE,
+    CONTENT,
+    FRAME_ROOM,
+    GAP,
+    LINE,
+    MARGIN,
+    PICTURE,
+    STRIP,
+    TILE,
+    TILES_PER_ROW,
+    TITLE,
+    WIDTH,
+    doubt_words,
+    draw_arrow,
+    draw_bar,
+    draw_mark,
+    draw_strip,
+    label_text,
+    origin,
+    score_text,
+    strip_width,
+)
 
-# TensorBoard shows the panel in a card of 350 px, at a window of 1400 px, by leaving out every second row and column.
-# So everything lies on even coordinates, no line is thinner than 2 px, and 20 px letters are 10 px high there.
-WIDTH = 700
-MARGIN = 14
-CONTENT = WIDTH - 2 * MARGIN
-TILES_PER_ROW = 4
-GAP = 16
-TILE = (CONTENT - (TILES_PER_ROW - 1) * GAP) // TILES_PER_ROW
-FRAME_ROOM = 8
-PICTURE = TILE - 2 * FRAME_ROOM
-BODY, TITLE = 20, 26
 # The headline is set in the largest of these sizes in which label and prediction stand side by side.
 HEADLINES = (44, 36, 28)
 HEADLINE_STACKED = 28
-LINE, CAPTION_LINE = 26, 24
 ROW_HEAD = 30
-BAR = 8
 EMPTY_ROW = 48
 ROW_SPACE = 12
 BLOCK_TOP = 16
 BLOCK_BOTTOM = 14
-MAX_LAYERS = 3
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A titled row of training samples; ``measure`` names their scores, the strongest of which gets a full bar."""
+    """A titled row of training samples; ``measure`` names their scores, the strongest of which gets a full bar.
+
+    ``accuses`` where being in it speaks against a label, too: a flag is then the second witness. Look-alikes lie where
+    classes meet, and so do many that are flagged wrongly.
+    """
 
     title: str
     measure: str
     samples: tuple[InfluentialSample, ...]
+    accuses: bool = True
 
     @property
     def full_bar(self) -> float:
         return max((abs(sample.score) for sample in self.samples if math.isfinite(sample.score)), default=0.0)
 
-    def height(self, caption_lines: int) -> int:
-        return ROW_HEAD + (TILE + BAR + 6 + CAPTION_LINE * caption_lines if self.samples else EMPTY_ROW)
+
+@dataclass(frozen=True)
+class _Tiles:
+    """What all rows of a panel share: the report, pictures and doubts by sample id, lines under a tile."""
+
+    report: Report
+    pictures: Mapping[int, RgbImage | None]
+    doubts: Mapping[int, str]
+    caption_lines: int
+
+    def strip(self, row: _Row) -> int:
+        """Room for the strips of a row: none where no label of it is in doubt."""
+        return STRIP + 2 if any(self.doubt(row, sample) for sample in row.samples) else 0
+
+    def doubt(self, row: _Row, sample: InfluentialSample) -> str | None:
+        """What the strip under a tile says."""
+        return self.doubts.get(sample.sample_id) if row.accuses else None
+
+    def height(self, row: _Row) -> int:
+        below = self.strip(row) + BAR + 6 + CAPTION_LINE * self.caption_lines
+        return ROW_HEAD + (TILE + below if row.samples else EMPTY_ROW)
 
 
 def mistake_panel(
     report: Report,
-    query_images: Sequence[Tensor | None],
-    train_images: Mapping[int, Tensor],
+    query_exhibits: Sequence[Exhibit | None],
+    train_exhibits: Mapping[int, Exhibit],
     *,
     max_queries: int = 6,
     show_teachers: bool = False,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
 ) -> Pixels:
     """Compose the panel of a report: each mistake, and under it the training samples behind it.
 
     Args:
         report: What the validation showed.
-        query_images: The input of each of ``report.queries``, in their order, as ``to_rgb`` reads it; None where there
-            is no image.
-        train_images: Inputs of training samples by sample id; those that lack get a tile that says so.
+        query_exhibits: What is shown of each of ``report.queries``, in their order; None where there is nothing.
+        train_exhibits: What is shown of training samples, by sample id; those without a picture get a tile that says
+            so.
         max_queries: How many queries to draw.
         show_teachers: Whether to add a row of teachers.
-        mean: Mean of the normalisation to undo, as in ``to_rgb``.
-        std: Standard deviation of the normalisation to undo, as in ``to_rgb``.
 
     Returns:
         uint8 ``[H, 700, 3]``; ``H`` grows with the number of queries.
 
     Raises:
-        ValueError: If the number of ``query_images`` is not that of the queries, or ``mean`` or ``std`` do not fit the
-            channels.
+        ValueError: If the number of ``query_exhibits`` is not that of the queries.
     """
-    if len(query_images) != len(report.queries):
+    if len(query_exhibits) != len(report.queries):
         raise ValueError(
-            f"`query_images` has {len(query_images)} entries, but the report has {len(report.queries)} queries. "
-            "Expected one for each query. Pass None for a query without an image."
+            f"`query_exhibits` has {len(query_exhibits)} entries, but the report has {len(report.queries)} queries. "
+            "Expected one for each query. Pass None for a query of which nothing is shown."
         )
     queries = report.queries[:max_queries]
     if not queries:
-        return np.concatenate([_draw_header(report, 0, [], []), _draw_nothing(report)])
+        return np.concatenate([_draw_header(report, 0, [], [], has_doubts=False), _draw_nothing(report)])
     rows = [_rows(report, query, show_teachers) for query in queries]
-    shown_ids = sorted({sample.sample_id for query_rows in rows for row in query_rows for sample in row.samples})
-    query_pictures = [to_rgb(image, mean, std) for image in query_images[: len(queries)]]
-    train_pictures = {sample_id: to_rgb(train_images.get(sample_id), mean, std) for sample_id in shown_ids}
     samples = [sample for query_rows in rows for row in query_rows for sample in row.samples]
+    shown_ids = sorted({sample.sample_id for sample in samples})
+    query_pictures = [None if exhibit is None else exhibit.picture for exhibit in query_exhibits[: len(queries)]]
+    train_pictures = {
+        sample_id: train_exhibits[sample_id].picture if sample_id in train_exhibits else None for sample_id in shown_ids
+    }
+    accused = [sample.sample_id for query_rows in rows for row in query_rows if row.accuses for sample in row.samples]
+    doubts = doubt_words(report, report.flagged_among(accused))
     caption_lines = 1 if all(_fits_one_line(report, sample) for sample in samples) else 2
+    tiles = _Tiles(report, train_pictures, doubts, caption_lines)
     blocks = [
-        _draw_query(report, query, picture, query_rows, train_pictures, caption_lines)
+        _draw_query(tiles, query, picture, query_rows)
         for query, picture, query_rows in zip(queries, query_pictures, rows, strict=True)
     ]
-    return np.concatenate(
-        [_draw_header(report, len(queries), [*query_pictures, *train_pictures.values()], samples), *blocks]
-    )
+    pictures = [*query_pictures, *train_pictures.values()]
+    return np.concatenate([_draw_header(report, len(queries), pictures, samples, has_doubts=bool(doubts)), *blocks])
 
 
 def _rows(report: Report, query: QueryReport, show_teachers: bool) -> list[_Row]:
     rows = [
         _Row("harmful: pushed towards this mistake", report.similarity, query.harmful[:TILES_PER_ROW]),
-        _Row("look-alikes: alike in the model's eyes", "cosine", query.look_alikes[:TILES_PER_ROW]),
+        _Row("look-alikes: alike in the model's eyes", "cosine", query.look_alikes[:TILES_PER_ROW], accuses=False),
     ]
     if show_teachers:
         rows.append(_Row("teachers: taught this prediction", report.similarity, query.teachers[:TILES_PER_ROW]))
@@ -141,16 +169,21 @@ def _fits_one_line(report: Report, sample: InfluentialSample) -> bool:
 
 
 def _caption_parts(report: Report, sample: InfluentialSample) -> tuple[str, str, str]:
-    return _label_text(report, sample.label), f"#{sample.sample_id}", _score_text(sample.score)
+    return label_text(report, sample.label), f"#{sample.sample_id}", score_text(sample.score)
 
 
 def _draw_header(
-    report: Report, num_shown: int, pictures: Iterable[RgbImage | None], samples: Sequence[InfluentialSample]
+    report: Report,
+    num_shown: int,
+    pictures: Sequence[RgbImage | None],
+    samples: Sequence[InfluentialSample],
+    *,
+    has_doubts: bool,
 ) -> Pixels:
-    caption = wrap_text(_caption(report), BODY, CONTENT, max_lines=4)
+    caption = wrap_text(to_plain_text(f"{origin(report)} · against {report.reference}"), BODY, CONTENT, max_lines=4)
     notes = [line for note in _notes(report, pictures) for line in wrap_text(note, BODY, CONTENT, max_lines=2)]
     has_mark, has_bar = any(sample.label_is_prediction for sample in samples), bool(samples)
-    canvas = Canvas(WIDTH, 44 + LINE * (len(caption) + len(notes)) + 34 * (has_mark + has_bar) + 12)
+    canvas = Canvas(WIDTH, 44 + LINE * (len(caption) + len(notes)) + 34 * (has_mark + has_doubts + has_bar) + 12)
     title = fit_text(_title(report, num_shown), TITLE, CONTENT, bold=True)
     baseline = 34
     canvas.text(MARGIN, baseline, title, TITLE, bold=True)
@@ -161,11 +194,15 @@ def _draw_header(
     if has_mark:
         baseline += 34
         canvas.rectangle(MARGIN, baseline - 20, 28, 28, BACKDROP)
-        _draw_mark(canvas, MARGIN, baseline - 20, 28, thickness=4, badge=14)
+        draw_mark(canvas, MARGIN, baseline - 20, 28, thickness=4, badge=14)
         canvas.text(MARGIN + 40, baseline, "training sample with the wrongly predicted label", BODY)
+    if has_doubts:
+        baseline += 34
+        draw_strip(canvas, MARGIN, baseline - 20, 28, "")
+        canvas.text(MARGIN + 40, baseline, "its own label looks wrong, and the suggested one", BODY)
     if has_bar:
         baseline += 34
-        _draw_bar(canvas, MARGIN, baseline - 10, 28, 0.65)
+        draw_bar(canvas, MARGIN, baseline - 10, 28, 0.65)
         canvas.text(MARGIN + 40, baseline, "share of the row's strongest score; below: label, #sample, score", BODY)
     return canvas.to_pixels()
 
@@ -175,27 +212,11 @@ def _title(report: Report, num_shown: int) -> str:
     return f"{wrong}, {num_shown} shown" if num_shown else wrong
 
 
-def _caption(report: Report) -> str:
-    layers = ", ".join(report.layers[:MAX_LAYERS]) or "none"
-    if len(report.layers) > MAX_LAYERS:
-        layers += f" and {len(report.layers) - MAX_LAYERS} more"
-    when = f"epoch {report.epoch}, step {report.step}"
-    return to_plain_text(f"{when} · layer {layers} · {report.similarity} · against {report.reference}")
-
-
-def _notes(report: Report, pictures: Iterable[RgbImage | None]) -> list[str]:
+def _notes(report: Report, pictures: Sequence[RgbImage | None]) -> list[str]:
     """What a reader must know about the pictures, a line each."""
-    drawn = [picture for picture in pictures if picture is not None]
-    notes = []
-    if report.augmented and drawn:
-        notes.append("augmented view: each training tile is one random view of its sample")
-    num_stretched = sum(picture.value_range == "stretched" for picture in drawn)
-    if num_stretched:
-        which = "all images" if num_stretched == len(drawn) else f"{num_stretched} of {len(drawn)} images"
-        notes.append(f"{which}: values stretched from their own lowest to highest")
-    if any(picture.has_non_finite for picture in drawn):
-        notes.append("magenta hatching: NaN or infinite pixels")
-    return notes
+    augmented = "augmented view: each training tile is one random view of its sample"
+    has_views = report.augmented and any(picture is not None for picture in pictures)
+    return [*([augmented] if has_views else []), *picture_notes(pictures)]
 
 
 def _draw_nothing(report: Report) -> Pixels:
@@ -209,23 +230,16 @@ def _draw_nothing(report: Report) -> Pixels:
     return canvas.to_pixels()
 
 
-def _draw_query(
-    report: Report,
-    query: QueryReport,
-    picture: RgbImage | None,
-    rows: Sequence[_Row],
-    train_pictures: Mapping[int, RgbImage | None],
-    caption_lines: int,
-) -> Pixels:
-    heights = [row.height(caption_lines) for row in rows]
+def _draw_query(tiles: _Tiles, query: QueryReport, picture: RgbImage | None, rows: Sequence[_Row]) -> Pixels:
+    heights = [tiles.height(row) for row in rows]
     canvas = Canvas(WIDTH, BLOCK_TOP + PICTURE + sum(ROW_SPACE + height for height in heights) + BLOCK_BOTTOM)
     canvas.rectangle(0, 0, WIDTH, 2, RULE)
     canvas.paste(to_tile(None if picture is None else picture.pixels, PICTURE), MARGIN, BLOCK_TOP)
-    _draw_verdict(canvas, report, query)
+    _draw_verdict(canvas, tiles.report, query)
     top = BLOCK_TOP + PICTURE
     for row, height in zip(rows, heights, strict=True):
         top += ROW_SPACE
-        _draw_row(canvas, top, report, row, train_pictures, caption_lines)
+        _draw_row(canvas, top, tiles, row)
         top += height
     return canvas.to_pixels()
 
@@ -234,22 +248,15 @@ def _draw_verdict(canvas: Canvas, report: Report, query: QueryReport) -> None:
     """The words beside the query's image: label and prediction, how sure, which sample, is its label doubtful."""
     left = MARGIN + PICTURE + 22
     probability = None if query.probability is None else f"{query.probability:.0%}"
-    _draw_headline(canvas, left, _label_text(report, query.label), _label_text(report, query.prediction), probability)
+    _draw_headline(canvas, left, label_text(report, query.label), label_text(report, query.prediction), probability)
     facts = f"loss {query.loss:.3g} · {_query_name(report, query)}"
+    if query.wrong_since is not None and query.wrong_since < report.epoch:
+        facts = f"{facts.replace('validation sample', 'validation')} · wrong since epoch {query.wrong_since}"
     canvas.text(left, BLOCK_TOP + 92, fit_text(facts, BODY, WIDTH - MARGIN - left), BODY, MUTED)
     if query.label_looks_wrong:
         words = "this validation label looks wrong"
-        height, half, diamond = 36, 18, 10
-        top, middle = BLOCK_TOP + PICTURE - height, left + 20
-        canvas.rectangle(left, top, 2 * round(measure_text(words, BODY) / 2) + 52, height, DOUBT)
-        corners = [
-            (middle, half - diamond),
-            (middle + diamond, half),
-            (middle, half + diamond),
-            (middle - diamond, half),
-        ]
-        canvas.polygon([(x, top + y) for x, y in corners], PAPER)
-        canvas.text(left + 38, top + 25, words, BODY, PAPER)
+        height = 36
+        draw_strip(canvas, left, BLOCK_TOP + PICTURE - height, strip_width(words, height), words, height)
 
 
 def _draw_headline(canvas: Canvas, left: int, label: str, prediction: str, probability: str | None) -> None:
@@ -264,7 +271,7 @@ def _draw_headline(canvas: Canvas, left: int, label: str, prediction: str, proba
             for x, word, name, colour in ((left, words[0], label, INK), (second, words[1], prediction, MARK)):
                 canvas.text(x, BLOCK_TOP + 16, word, BODY, MUTED)
                 canvas.text(x, BLOCK_TOP + 60, name, size, colour, bold=True)
-            _draw_arrow(canvas, second - 16 - arrow, BLOCK_TOP + 46, arrow)
+            draw_arrow(canvas, second - 16 - arrow, BLOCK_TOP + 46, arrow)
             return
     size, start = HEADLINE_STACKED, left + 108
     for word, name, colour, after, baseline in (
@@ -277,27 +284,14 @@ def _draw_headline(canvas: Canvas, left: int, label: str, prediction: str, proba
         canvas.text(end + 14, baseline, after, BODY, MUTED)
 
 
-def _draw_arrow(canvas: Canvas, left: float, middle: float, length: float) -> None:
-    half, head, tip = length * 0.045, length * 0.24, left + length
-    neck = tip - length * 0.36
-    canvas.polygon([(left, middle - half), (neck, middle - half), (neck, middle + half), (left, middle + half)], MUTED)
-    canvas.polygon([(neck, middle - head), (tip, middle), (neck, middle + head)], MUTED)
-
-
 def _query_name(report: Report, query: QueryReport) -> str:
     name = "validation sample" if query.sample_id is None else f"validation sample #{query.sample_id}"
     has_several_loaders = any(other.dataloader_idx for other in report.queries)
     return f"{name} · loader {query.dataloader_idx}" if has_several_loaders else name
 
 
-def _draw_row(
-    canvas: Canvas,
-    top: int,
-    report: Report,
-    row: _Row,
-    train_pictures: Mapping[int, RgbImage | None],
-    caption_lines: int,
-) -> None:
+def _draw_row(canvas: Canvas, top: int, tiles: _Tiles, row: _Row) -> None:
+    report = tiles.report
     canvas.text(MARGIN, top + 20, row.title, BODY, bold=True)
     measure = f"{row.measure} · augmented view" if report.augmented else row.measure
     canvas.text_right(WIDTH - MARGIN, top + 20, measure, BODY, MUTED)
@@ -305,21 +299,20 @@ def _draw_row(
     if not row.samples:
         canvas.rectangle(MARGIN, top, CONTENT, EMPTY_ROW, BACKDROP)
         canvas.text(MARGIN + 16, top + 31, "none", BODY, MUTED)
+    below = top + TILE + tiles.strip(row) + 4
     for place, sample in enumerate(row.samples):
-        left, picture = MARGIN + place * (TILE + GAP), train_pictures[sample.sample_id]
+        left, picture = MARGIN + place * (TILE + GAP), tiles.pictures[sample.sample_id]
         canvas.paste(to_tile(None if picture is None else picture.pixels, PICTURE), left + FRAME_ROOM, top + FRAME_ROOM)
         if sample.label_is_prediction:
-            _draw_mark(canvas, left, top, TILE, thickness=FRAME_ROOM, badge=40)
+            draw_mark(canvas, left, top, TILE, thickness=FRAME_ROOM, badge=40)
         else:
             canvas.frame(left, top, TILE, 2, FRAME)
+        doubt = tiles.doubt(row, sample)
+        if doubt is not None:
+            draw_strip(canvas, left, top + TILE + 2, TILE, doubt)
         share = min(abs(sample.score) / row.full_bar, 1.0) if row.full_bar and math.isfinite(sample.score) else 0.0
-        _draw_bar(canvas, left, top + TILE + 4, TILE, share)
-        _draw_caption(canvas, left, top + TILE + 4 + BAR, _caption_parts(report, sample), caption_lines)
-
-
-def _draw_bar(canvas: Canvas, x: int, y: int, width: int, share: float) -> None:
-    canvas.rectangle(x, y, width, BAR, TRACK)
-    canvas.rectangle(x, y, 2 * round(width * share / 2), BAR, MUTED)
+        draw_bar(canvas, left, below, TILE, share)
+        _draw_caption(canvas, left, below + BAR, _caption_parts(report, sample), tiles.caption_lines)
 
 
 def _draw_caption(canvas: Canvas, x: int, y: int, parts: tuple[str, str, str], lines: int) -> None:
@@ -330,27 +323,3 @@ def _draw_caption(canvas: Canvas, x: int, y: int, parts: tuple[str, str, str], l
     end = canvas.text(x, first, fit_text(label, BODY, TILE, bold=True), BODY, bold=True)
     start = x if lines > 1 else end + 10
     canvas.text(start, last, fit_text(name, BODY, score_left - 8 - start), BODY)
-
-
-def _draw_mark(canvas: Canvas, x: int, y: int, size: int, thickness: int, badge: int) -> None:
-    """A thick frame and a filled corner: told apart by shape where the colour is not seen."""
-    right, top = x + size - thickness, y + thickness
-    for leg, colour in ((badge + 6, PAPER), (badge, MARK)):
-        # Over the frame's inner edge, which is drawn on top: the soft edges of the corner stay below it.
-        canvas.polygon([(right - leg - 2, top - 2), (right + 2, top - 2), (right + 2, top + leg + 2)], colour)
-    canvas.frame(x, y, size, thickness, MARK)
-
-
-def _label_text(report: Report, label: Label) -> str:
-    """The name of a label in letters that the font has; the class number where the name has others."""
-    if isinstance(label, tuple) and label:
-        return " + ".join(_label_text(report, index) for index in label)
-    if isinstance(label, float):
-        return report.name_of(label).replace("-", MINUS)
-    text = to_plain_text(report.name_of(label))
-    return text if is_drawable(text) else f"class {label}"
-
-
-def _score_text(score: float) -> str:
-    text = f"{score:#.3g}".rstrip(".")
-    return (f"{score:.1e}" if "e" in text else text).replace("-", MINUS)

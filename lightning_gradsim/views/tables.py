@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.suspects import Suspect
+from lightning_gradsim.views.exhibits import Exhibit
+from lightning_gradsim.views.pairs import find_pairs
+from lightning_gradsim.views.tiles import doubted_label
+from lightning_gradsim.views.values import ValueScale, make_scale
 
 # As HTML entities these stay text in every Markdown dialect; backslash escapes differ between dialects inside tables.
 _MARKUP = {ord(character): f"&#{ord(character)};" for character in "\\`*_[]{}<>&|~!#$^:@"}
 # Control characters, lone surrogates (TensorBoard's UTF-8 refuses them), line and paragraph separators.
 _INVISIBLE = frozenset({"Cc", "Cs", "Zl", "Zp"})
 SAMPLES_PER_CELL = 4
+MAX_TEXT = 300
+MAX_VALUES = 8
 SUSPECT_HEADS = ("rank", "training sample", "label", "suggested label", "probability", "score", "flagged")
 MISTAKE_HEADS = (
     "validation sample",
@@ -26,11 +32,12 @@ MISTAKE_HEADS = (
 )
 
 
-def suspects_markdown(report: Report, limit: int = 20) -> str:
+def suspects_markdown(report: Report, exhibits: Mapping[int, Exhibit] | None = None, *, limit: int = 20) -> str:
     """Table of the training samples whose labels are most likely wrong.
 
     Args:
         report: What the validation showed.
+        exhibits: What is shown of training samples, by sample id: texts get a column.
         limit: Most rows.
 
     Returns:
@@ -49,19 +56,32 @@ def suspects_markdown(report: Report, limit: int = 20) -> str:
     if confusion:
         intro += f" Flagged labels, and those suggested instead: {_escape(confusion)}."
     rows = [_suspect_cells(report, rank, suspect) for rank, suspect in enumerate(shown, start=1)]
-    return _to_table(intro, SUSPECT_HEADS, rows)
+    texts = ["" if exhibits is None else _words_of(exhibits.get(suspect.sample_id)) for suspect in shown]
+    if not any(texts):
+        return _to_table(intro, SUSPECT_HEADS, rows)
+    rows = [(*cells, text) for cells, text in zip(rows, texts, strict=True)]
+    return _to_table(intro, (*SUSPECT_HEADS, "text"), rows)
 
 
-def mistakes_markdown(report: Report, limit: int = 20) -> str:
+def mistakes_markdown(
+    report: Report,
+    query_exhibits: Sequence[Exhibit | None] = (),
+    train_exhibits: Mapping[int, Exhibit] | None = None,
+    *,
+    limit: int = 20,
+) -> str:
     """Table of the misclassified validation samples and the training samples behind them.
 
     Args:
         report: What the validation showed.
+        query_exhibits: What is shown of the first queries, in their order.
+        train_exhibits: What is shown of training samples, by sample id.
         limit: Most rows.
 
     Returns:
-        A line that says what the table is, then the table in Markdown; the line alone where there is no query. Class
-        names are escaped.
+        A line that says what the table is, then the table in Markdown; the line alone where there is no query. Where
+        samples have texts or named values, a table of these follows for each query that is shown; then what limits the
+        report. Names and texts are escaped.
     """
     if not report.queries:
         return "No misclassified validation sample.\n"
@@ -70,7 +90,104 @@ def mistakes_markdown(report: Report, limit: int = 20) -> str:
         f"Mistakes on the validation data, {len(shown):,} shown, each with the training samples that pushed towards it "
         f"(harmful, by {_escape(report.similarity)}) and those most alike to the model (look-alikes, by cosine)."
     )
-    return _to_table(intro, MISTAKE_HEADS, [_mistake_cells(report, query) for query in shown])
+    overview = _to_table(intro, MISTAKE_HEADS, [_mistake_cells(report, query) for query in shown])
+    notes = ["What limits this report:\n", *(f"- {_escape(note)}" for note in report.notes), ""] if report.notes else []
+    return "\n".join([overview, *_details(report, query_exhibits, train_exhibits or {}), *notes])
+
+
+def class_pairs_markdown(report: Report, limit: int = 20) -> str:
+    """Table of the labels that are taken for one another, and the training samples that push towards it.
+
+    Args:
+        report: What the validation showed.
+        limit: Most rows.
+
+    Returns:
+        A line that says what the table is, then the table in Markdown; the line alone without mistakes.
+    """
+    if not report.error_pairs:
+        return "No misclassified validation sample.\n"
+    intro = (
+        "Misclassified validation samples by label and prediction, the most frequent first; with the training samples "
+        "that are harmful for most of those that were studied."
+    )
+    rows = [
+        (
+            report.name_of(each.pair.label),
+            report.name_of(each.pair.prediction),
+            f"{each.pair.count:,}",
+            ", ".join(f"{sample_id} ({report.name_of(label)})" for sample_id, label in each.culprits),
+        )
+        for each in find_pairs(report, limit)
+    ]
+    return _to_table(intro, ("label", "prediction", "mistakes", "typical harmful samples"), rows)
+
+
+def _details(
+    report: Report, query_exhibits: Sequence[Exhibit | None], train_exhibits: Mapping[int, Exhibit]
+) -> Iterator[str]:
+    """A table for each query of which there is a text or named values."""
+    scale = make_scale([e.values for e in (*query_exhibits, *train_exhibits.values()) if e is not None and e.values])
+    for query, exhibit in zip(report.queries, query_exhibits, strict=False):
+        if exhibit is None or (exhibit.text is None and exhibit.values is None):
+            continue
+        samples = [
+            (title, sample)
+            for title, samples in (("harmful", query.harmful), ("look-alike", query.look_alikes))
+            for sample in samples[:SAMPLES_PER_CELL]
+        ]
+        doubts = report.flagged_among([sample.sample_id for sample in query.harmful])
+        rows = [
+            (
+                title,
+                str(sample.sample_id),
+                report.name_of(sample.label),
+                _marks(report, sample, doubts.get(sample.sample_id)),
+                f"{sample.score:.3g}",
+                _words_of(train_exhibits.get(sample.sample_id), exhibit, scale),
+            )
+            for title, sample in samples
+        ]
+        heads = ("", "training sample", "label", "", "score", "differs in" if exhibit.text is None else "text")
+        probability = "" if query.probability is None else f" ({query.probability:.0%})"
+        name = "" if query.sample_id is None else f", validation sample {query.sample_id}"
+        doubt = "; **this validation label looks wrong**" if query.label_looks_wrong else ""
+        title = f"**{_escape(report.name_of(query.label))} -> {_escape(report.name_of(query.prediction))}**"
+        yield _to_table(f"{title}{probability}{name}{doubt}\n\n{_escape(_words_of(exhibit))}", heads, rows)
+
+
+def _marks(report: Report, sample: InfluentialSample, suspect: Suspect | None) -> str:
+    marks = ["the wrong prediction"] if sample.label_is_prediction else []
+    if suspect is not None:
+        marks.append(doubted_label(report, suspect))
+    return ", ".join(marks)
+
+
+def _words_of(exhibit: Exhibit | None, query: Exhibit | None = None, scale: ValueScale | None = None) -> str:
+    """A sample in words: its text, its first values, or those that differ from the query's."""
+    if exhibit is None:
+        return ""
+    if exhibit.text is not None:
+        return exhibit.text if len(exhibit.text) <= MAX_TEXT else exhibit.text[:MAX_TEXT] + "…"
+    if exhibit.values is None:
+        return ""
+    if query is None or query.values is None or scale is None:
+        shown = [f"{name} {value:.4g}" for name, value in exhibit.values[:MAX_VALUES]]
+        return ", ".join([*shown, *_rest(len(exhibit.values))])
+    flags = scale.differing(exhibit.values, query.values)
+    differing = [
+        (abs(value - own) / (width or 1.0), f"{name} {value:.4g} (not {own:.4g})")
+        for (name, value), (_, own), width, differs in zip(
+            exhibit.values, query.values, scale.ranges, flags, strict=True
+        )
+        if differs
+    ]
+    differing.sort(key=lambda each: -each[0])
+    return ", ".join([*(words for _, words in differing[:MAX_VALUES]), *_rest(len(differing))]) or "nothing much"
+
+
+def _rest(number: int) -> list[str]:
+    return [f"and {number - MAX_VALUES} more"] if number > MAX_VALUES else []
 
 
 def _suspect_cells(report: Report, rank: int, suspect: Suspect) -> tuple[str, ...]:

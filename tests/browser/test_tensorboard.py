@@ -117,7 +117,11 @@ def test_the_panel_in_a_real_tensorboard(log_directory, tmp_path):
         tags = f"{url}data/plugin/images/tags"
         runs = wait_for(lambda: json.loads(fetch(tags) or "{}"), "the image tags", process)
         (run,) = runs.values()
-        assert set(run) == {"gradsim/mistakes"}
+        assert set(run) == {"gradsim/mistakes", "gradsim/suspects", "gradsim/class_pairs"}
+        texts = wait_for(lambda: json.loads(fetch(f"{url}data/plugin/text/tags") or "{}"), "the texts", process)
+        assert {f"gradsim/{name}/text_summary" for name in ("mistakes", "suspects", "class_pairs")} <= set(
+            next(iter(texts.values()))
+        )
         scalars = wait_for(lambda: json.loads(fetch(f"{url}data/plugin/scalars/tags") or "{}"), "the scalars", process)
         (run,) = scalars.values()
         names = ("errors", "suspects_flagged", "overhead_seconds", "overhead_share")

@@ -23,6 +23,7 @@ import lightning_gradsim.scorer
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.errors import LossError, NonFiniteError, TrainingDataError
 from lightning_gradsim.rules import registry
+from lightning_gradsim.sinks import TensorBoardSink
 from tests.noninterference.cases import BATCH_SIZE, NUM_TRAIN, Case, Classifier, make_samples, mlp, shuffled
 
 
@@ -218,7 +219,7 @@ def blocked_folder(_: pytest.MonkeyPatch, trap: Trap) -> dict[str, Any]:
 
 def in_tensorboard(monkeypatch: pytest.MonkeyPatch, trap: Trap) -> dict[str, Any]:
     trap.error = OSError("Writer is closed")
-    _before(monkeypatch, lightning_gradsim.reporter, "write_tensorboard", trap)
+    _before(monkeypatch, TensorBoardSink, "write_images", trap)
     return {}
 
 

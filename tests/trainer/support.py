@@ -174,6 +174,18 @@ def collect_warnings() -> Iterator[list[str]]:
     texts += [str(each.message) for each in caught]
 
 
+def assert_equal_states(one: Any, other: Any) -> None:
+    """Nested states are equal, tensors in them too."""
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal_states(value, other[key])
+    else:
+        assert one == other
+
+
 def read(gradsim: GradSimCallback) -> Report:
     assert gradsim.report is not None
     return gradsim.report

@@ -35,6 +35,7 @@ from tests.trainer.support import (
     Classifier,
     Still,
     Truth,
+    assert_equal_states,
     assert_exact,
     fit,
     loader,
@@ -74,7 +75,10 @@ def validate(root, gradsim, val, module=None, **options):
 def assert_same_report(found, expected):
     """But for the last digits of scores, and for what it cost."""
     same = {name: getattr(expected, name) for name in ("epoch", "step", "queries", "suspects", "seconds", "time_share")}
-    plans = {"plan": None}
+    plans = {"plan": None, "self_influence": None}
+    histograms = [report.self_influence for report in (found, expected)]
+    assert [sum(histogram.counts) + histogram.num_zero for histogram in histograms] == [expected.num_train_samples] * 2
+    assert histograms[0].edges == pytest.approx(histograms[1].edges, rel=1e-4, abs=1e-4)
     assert asdict(replace(found, **same, **plans)) == asdict(replace(expected, **plans))
     assert_same_rows(found.to_rows(), expected.to_rows())
     assert_same_rows(found.suspects.to_rows(), expected.suspects.to_rows())
@@ -167,7 +171,7 @@ def test_training(tmp_path, module, options):
     assert [report.epoch for report in first[0]] == [report.epoch for report in second[0]] == [0, 1]
     for ours, theirs in zip(first[0], second[0], strict=True):
         assert_same_report(ours, theirs)
-    assert {**first[2], "seconds": 0} == {**second[2], "seconds": 0}
+    assert_equal_states({**first[2], "seconds": 0}, {**second[2], "seconds": 0})
     # Running statistics may be those of a process's own batches: what counts are those of the first, which are saved.
     assert torch.equal(first[1]["head.weight"], second[1]["head.weight"])
     alike = all(torch.equal(first[1][name], second[1][name]) for name in first[1])

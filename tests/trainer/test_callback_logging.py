@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 from lightning_gradsim import GradSimCallback
 from tests.trainer.support import Classifier, collect_warnings, fit, loader, read, strict, train_data, val_data
 
-FILES = {"suspects.csv", "influences.csv", "report.json", "mistakes.png"}
+FILES = {"suspects.csv", "influences.csv", "report.json", "report.html", "mistakes.png", "class_pairs.png"}
+IMAGES = ["gradsim/mistakes", "gradsim/class_pairs"]
 
 
 def tensorboard(root, version):
@@ -110,22 +111,33 @@ class TestTensorBoard:
     def test_tags_steps_and_values(self, tmp_path):
         _, _, recorder = fit(tmp_path, max_epochs=2)
         read_back = events(tmp_path / "run" / "version_0")
-        assert read_back.Tags()["images"] == ["gradsim/mistakes"]
-        assert read_back.Tags()["tensors"] == ["gradsim/mistakes/text_summary", "gradsim/suspects/text_summary"]
+        assert read_back.Tags()["images"] == IMAGES
+        texts = [f"gradsim/{name}/text_summary" for name in ("mistakes", "suspects", "class_pairs")]
+        assert read_back.Tags()["tensors"] == texts
+        assert read_back.Tags()["histograms"] == ["gradsim/self_influence_log10"]
         ours = {tag for tag in read_back.Tags()["scalars"] if tag.startswith("gradsim/")}
-        names = {"errors", "suspects_flagged", "overhead_seconds", "overhead_share"}
+        names = {
+            "errors",
+            "suspects_flagged",
+            "suspects_overlap",
+            "harmful_with_prediction",
+            "overhead_seconds",
+            "overhead_share",
+        }
         assert ours == {f"gradsim/{name}" for name in names}
         for tag in (*ours, "gradsim/suspects/text_summary", "gradsim/mistakes"):
             kind = {"mistakes": read_back.Images, "text_summary": read_back.Tensors}.get(
                 tag.rpartition("/")[2], read_back.Scalars
             )
-            assert [event.step for event in kind(tag)] == [6, 12]
+            assert [event.step for event in kind(tag)] == [6, 12][tag == "gradsim/suspects_overlap" :]
         expected = {
             "errors": lambda report: report.num_errors,
             "suspects_flagged": lambda report: report.suspects.num_flagged,
             "overhead_seconds": lambda report: report.seconds,
             "overhead_share": lambda report: report.time_share,
+            "harmful_with_prediction": lambda report: report.trends[-1].harmful_with_prediction,
         }
+        assert [len(report.trends) for report in recorder.reports] == [1, 2]
         for name, value in expected.items():
             logged = [event.value for event in read_back.Scalars(f"gradsim/{name}")]
             assert logged == pytest.approx([value(report) for report in recorder.reports], rel=1e-6)
@@ -156,7 +168,7 @@ class TestTensorBoard:
         gradsim, _, _ = fit(tmp_path, logger=[tensorboard(tmp_path, 0), tensorboard(tmp_path, 1)])
         for version in (0, 1):
             read_back = events(tmp_path / "run" / f"version_{version}")
-            assert read_back.Tags()["images"] == ["gradsim/mistakes"]
+            assert read_back.Tags()["images"] == IMAGES
             (errors,) = read_back.Scalars("gradsim/errors")
             assert errors.value == read(gradsim).num_errors
         assert (tmp_path / "run" / "version_0" / "gradsim" / "report.json").exists()
@@ -164,12 +176,16 @@ class TestTensorBoard:
 
     def test_beside_another_logger(self, tmp_path):
         fit(tmp_path, logger=[CSVLogger(tmp_path, "csv", 0), tensorboard(tmp_path, 0)])
-        assert events(tmp_path / "run" / "version_0").Tags()["images"] == ["gradsim/mistakes"]
+        assert events(tmp_path / "run" / "version_0").Tags()["images"] == IMAGES
         assert (tmp_path / "csv" / "version_0" / "gradsim" / "report.json").exists()
 
     def test_two_callbacks_have_tags_of_their_own(self, tmp_path):
         fit(tmp_path, strict(), callbacks=[strict(name="other")])
-        assert events(tmp_path / "run" / "version_0").Tags()["images"] == ["gradsim/mistakes", "other/mistakes"]
+        assert events(tmp_path / "run" / "version_0").Tags()["images"] == [
+            *IMAGES,
+            "other/mistakes",
+            "other/class_pairs",
+        ]
 
     def test_without_mistakes(self, tmp_path):
         easy = TensorDataset(torch.eye(8)[:4].repeat(10, 1), torch.arange(4).repeat(10))

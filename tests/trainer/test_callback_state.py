@@ -13,6 +13,7 @@ from tests.trainer.support import (
     Classifier,
     Recorder,
     Truth,
+    assert_equal_states,
     assert_exact,
     collect_warnings,
     fit,
@@ -56,14 +57,18 @@ def test_state_is_plain_and_versioned(tmp_path):
     state = loaded(tmp_path)["callbacks"][gradsim.state_key]
     assert is_plain(state)
     assert state["version"] == 2
-    assert state == gradsim.state_dict()
+    assert_equal_states(state, gradsim.state_dict())
     assert state["seconds"] > 0
 
 
 def test_state_holds_no_samples_and_no_settings(tmp_path):
     gradsim = strict(train_data=train_data(), loss_fn=F.cross_entropy)
     train_and_save(tmp_path, [gradsim])
-    assert len(pickle.dumps(gradsim.state_dict())) < 200
+    state = gradsim.state_dict()
+    past = state.pop("history")
+    assert len(pickle.dumps(state)) < 200
+    assert len(past["wrong_keys"]) == read(gradsim).num_errors, "12 bytes a mistake"
+    assert len(pickle.dumps(past)) < 5000
 
 
 def test_resume(tmp_path):

@@ -183,6 +183,22 @@ ARGUMENTS = [
         )
         for name in ("", ".", "..", "a/b", "a\\b")
     ],
+    (
+        {"describe": 3},
+        TypeError,
+        "`describe=3` is an int. Expected a function of a sample, or a tokenizer with `decode`.",
+    ),
+    ({"feature_names": "age"}, TypeError, "`feature_names='age'` is a str. Expected a list of strings."),
+    ({"feature_names": []}, ValueError, "`feature_names=[]` is empty. Expected one name a number, or None."),
+    *[
+        (
+            {"sinks": sinks},
+            TypeError,
+            f"`sinks={shown}. Expected a list of objects with the methods `write_images`, `write_texts`, "
+            "`write_scalars`.",
+        )
+        for sinks, shown in (("tensorboard", "'tensorboard'` is a str"), ([3], "3` is an int"))
+    ],
     ({"name": 3}, TypeError, "`name=3` is an int. Expected a string."),
     ({"on_error": "ignore"}, ValueError, f"`on_error='ignore'` {ON_ERROR}"),
     ({"on_error": None}, ValueError, f"`on_error=None` {ON_ERROR}"),

@@ -10,11 +10,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import (
-    PANEL_QUERIES,
-    PANEL_TILES,
     Reading,
     RunContext,
-    collect_pictures,
     make_reference,
     make_report,
     score_part,
@@ -259,59 +256,6 @@ def test_reading_in_process_is_noted():
 
 def test_class_names_of_the_dataset():
     assert make_reference(Subset(Images(), range(6)), Adapter(), None, 0).class_names == ("cat", "dog", "ape")
-
-
-def pictures(report, kept, train, validation=None):
-    readers = {} if validation is None else {0: make_reader(validation)}
-    return collect_pictures(report, kept, make_reference(train, Adapter(), None, 0), readers)
-
-
-def test_pictures_come_from_the_datasets(setting):
-    module, adapter, train, validation = setting
-    selection = validate(module, adapter, validation)
-    report = report_of(module, adapter, train, selection)
-    images, train_images = pictures(report, selection.queries, train, validation)
-    assert len(images) == len(report.queries) > PANEL_QUERIES
-    assert all(image is None for image in images[PANEL_QUERIES:])
-    for query, image in zip(report.queries[:PANEL_QUERIES], images, strict=False):
-        assert torch.equal(image, validation.tensors[0][query.sample_id])
-        for sample in (*query.harmful[:PANEL_TILES], *query.look_alikes[:PANEL_TILES], *query.teachers[:PANEL_TILES]):
-            assert torch.equal(train_images[sample.sample_id], train.tensors[0][sample.sample_id])
-
-
-def test_pictures_of_queries_without_an_id(setting):
-    module, adapter, train, validation = setting
-    selection = validate(module, adapter, validation, with_ids=False, batch_size=1)
-    report = report_of(module, adapter, train, selection)
-    images, _ = pictures(report, selection.queries, train)
-    for kept, image in zip(selection.queries[:PANEL_QUERIES], images, strict=False):
-        assert torch.equal(image, kept.data[0][0])
-
-
-def test_pictures_of_queries_without_an_id_after_weights_were_averaged(setting):
-    module, adapter, train, validation = setting
-    selection = validate(module, adapter, validation, with_ids=False)
-    with torch.no_grad():
-        module.head.weight.mul_(1.001)
-    report = report_of(module, adapter, train, selection)
-    assert len(report.queries) == len(selection.queries)
-    images, _ = pictures(report, selection.queries, train)
-    assert all(image is not None for image in images[:PANEL_QUERIES])
-
-
-def test_no_pictures_of_other_inputs():
-    module, adapter, data = Flat(), Adapter(), TensorDataset(torch.randn(20, 4), torch.arange(20) % CLASSES)
-    selection = validate(module, adapter, data)
-    report = report_of(module, adapter, data, selection)
-    images, train_images = pictures(report, selection.queries, data, data)
-    assert images == [None] * len(report.queries)
-    assert train_images == {}
-
-
-def test_nothing_to_draw(setting):
-    module, adapter, train, _ = setting
-    report = report_of(module, adapter, train, QuerySelection(5))
-    assert pictures(report, (), train) == ([], {})
 
 
 @pytest.mark.parametrize("seconds", [None, 1e6])

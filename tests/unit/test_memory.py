@@ -1,5 +1,8 @@
 """Budgets, portions that halve, and what a graph keeps."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -106,6 +109,19 @@ def test_bytes_that_a_graph_keeps():
     # The input, and the output of the ReLU once for the ReLU and the layer above.
     assert meter.num_bytes == 4 * 8 * (10 + 20)
     assert meter.largest == 4 * 8 * 20
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.Sigmoid(), nn.Softmax(1), nn.Tanh()])
+def test_a_graph_that_was_measured_is_released(layer):
+    x, meter = torch.randn(4, 3, requires_grad=True), GraphMeter()
+    with meter.watching():
+        output = layer(x * 2)
+    (gradient,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(layer(x * 2).sum(), x)[0])
+    held = weakref.ref(meter)
+    del output, gradient, meter
+    gc.collect()
+    assert held() is None
 
 
 def test_nothing_is_kept_without_a_graph():

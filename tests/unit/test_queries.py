@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.errors import NonFiniteError
+from lightning_gradsim.history import key_of
 from lightning_gradsim.queries import QUERY_POLICIES, QuerySelection, merge_selections
 from lightning_gradsim.tasks import Task
 
@@ -177,6 +178,26 @@ def test_counts_of_errors():
 
 def test_counts_before_any_batch():
     assert QuerySelection(3).error_counts() == ({}, 0, 0)
+    assert QuerySelection(3).pair_counts() == {}
+
+
+def test_counts_of_pairs():
+    data = samples()
+    _, wrong = losses_and_mistakes(data)
+    expected = Counter(zip(data[1][wrong].tolist(), data[0].argmax(1)[wrong].tolist(), strict=True))
+    counts = select(data).pair_counts()
+    assert counts == expected
+    assert list(counts.values()) == sorted(counts.values(), reverse=True)
+
+
+def test_keys_of_what_was_seen_and_of_mistakes():
+    data = samples()
+    _, wrong = losses_and_mistakes(data)
+    for loader in (0, 2):
+        seen, mistaken = select(data, loader=loader).known_keys()
+        assert seen.tolist() == [key_of(loader, i) for i in range(NUM_SAMPLES)]
+        assert mistaken.tolist() == [key_of(loader, i) for i in wrong.nonzero().flatten().tolist()]
+    assert [len(keys) for keys in select(data, with_ids=False).known_keys()] == [0, 0]
 
 
 @pytest.mark.parametrize("criterion", [nn.BCEWithLogitsLoss(), nn.MSELoss()])
@@ -191,6 +212,7 @@ def test_counts_of_other_tasks(criterion, outputs):
     assert total == NUM_SAMPLES
     assert errors == int(step.outcome.wrong.sum())
     assert sum(by_class.values()) == (errors if step.task is Task.BINARY else 0)
+    assert sum(selection.pair_counts().values()) == sum(by_class.values())
     if step.task is not Task.BINARY:  # no classes to balance over
         expected = step.losses.masked_fill(~step.outcome.wrong, -1).sort(descending=True).values[:5]
         assert [query.loss for query in selection.queries] == pytest.approx(expected.tolist())
@@ -256,7 +278,9 @@ def select_shares(data, shares, *, with_ids=True, criterion=None, loader=0, load
 
 def told(selection):
     queries = [(q.dataloader_idx, q.sample_id, q.label, q.loss, q.data[0].tolist()) for q in selection.queries]
-    return queries, selection.error_counts(), selection.task
+    seen, wrong = selection.known_keys()
+    keys = sorted(seen.tolist()), sorted(wrong.tolist())
+    return queries, selection.error_counts(), selection.pair_counts(), keys, selection.task
 
 
 @every_policy

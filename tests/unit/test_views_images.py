@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_gradsim.views.canvas import BACKDROP
-from lightning_gradsim.views.images import HATCH, to_rgb, to_tile
+from lightning_gradsim.views.images import HATCH, picture_notes, shrink, to_rgb, to_tile
 
 LEVELS = torch.randint(0, 256, (3, 6, 5), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 LEVELS[:, 0, 0], LEVELS[:, 0, 1] = 0, 255
@@ -170,3 +170,80 @@ def test_large_images_are_averaged_not_sampled():
     stripes[::2] = 255
     inner = to_tile(stripes, 100)[10:90, 10:90]
     assert np.abs(inner.astype(int) - 128).max() < 10
+
+
+def gradient(height, width, channels=3):
+    """A picture whose every shrunk version can be told: red rises to the right, green downwards, blue is constant."""
+    rows, columns = torch.linspace(0, 1, height)[:, None], torch.linspace(0, 1, width)[None]
+    planes = [columns.expand(height, width), rows.expand(height, width), torch.full((height, width), 0.25)]
+    return torch.stack([planes[i % 3] for i in range(channels)])
+
+
+def as_uint8(image):
+    return (image * 255).round().to(torch.uint8)
+
+
+LOOKS = {
+    "uint8": as_uint8,
+    "float 0-1": lambda image: image,
+    "float 0-255": lambda image: image * 255,
+    "half": lambda image: image.half(),
+    "16 bits": lambda image: (image * 60000).int(),
+    "normalised": lambda image: (image - 0.4) / 0.2,
+    "HWC": lambda image: as_uint8(image).permute(1, 2, 0),
+    "HWC float": lambda image: image.permute(1, 2, 0),
+    "four channels": lambda image: as_uint8(torch.cat([image, torch.ones_like(image[:1])])),
+    "six channels": lambda image: as_uint8(torch.cat([image, 1 - image])),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("size", [(8, 8), (28, 28), (32, 48), (240, 320), (1024, 64), (1024, 1024)], ids=str)
+def test_every_look_of_a_picture_gives_the_same_tile(size, look):
+    """From 8 x 8 to 1024 x 1024, kept small and scaled with a filter: each place has the colour that it had."""
+    image = look(gradient(*size))
+    options = {"mean": [0.4], "std": [0.2]} if look is LOOKS["normalised"] else {}
+    kept = shrink(to_rgb(image, **options), 320)
+    assert max(kept.pixels.shape[:2]) == min(max(size), 320)
+    tile = to_tile(kept.pixels, 138).astype(int)
+    height, width = (2 * max(1, round(side * 138 / max(size) / 2)) for side in size)
+    top, left = ((138 - side) // 4 * 2 for side in (height, width))
+    picture = tile[top : top + height, left : left + width]
+    across, down = (np.linspace(0, 255, side) for side in (width, height))
+    # Steps of the original, or of the tile where that has fewer of them.
+    assert np.abs(picture[..., 0] - across[None]).max() <= 255 / min(size[1], width) + 2
+    assert np.abs(picture[..., 1] - down[:, None]).max() <= 255 / min(size[0], height) + 2
+    # Stretched pictures have no other value of blue: it is where it lies between their lowest and highest.
+    assert np.abs(picture[..., 2] - 64).max() <= 2
+
+
+@pytest.mark.parametrize("size", [8, 28, 224, 1024])
+def test_the_hatching_is_seen_on_a_tile_of_any_picture(size):
+    image = gradient(size, size)
+    image[:, : size // 2] = float("nan")
+    tile = to_tile(shrink(to_rgb(image), 320).pixels, 138).astype(int)
+    upper = tile[8:60, 8:130].reshape(-1, 3)
+    assert (upper[:, 0] - upper[:, 1]).min() > 20, "magenta"
+    stripes = np.array(HATCH, dtype=int)
+    near = np.abs(upper[:, None] - stripes[None]).max(2)
+    assert all((near[:, stripe] <= 24).mean() > 0.15 for stripe in (0, 1)), "both stripes"
+
+
+@pytest.mark.parametrize(
+    ("channels", "said"),
+    [
+        (1, None),
+        (2, "channel 1 of 2 shown"),
+        (3, None),
+        (4, "channels 1 to 3 of 4 shown"),
+        (13, "channels 1 to 3 of 13 shown"),
+    ],
+)
+def test_which_channels_are_shown_is_said(channels, said):
+    assert to_rgb(gradient(16, 16, channels)).shown_channels == said
+    assert picture_notes([to_rgb(gradient(16, 16, channels))]) == ([] if said is None else [said])
+
+
+def test_a_small_picture_is_kept_as_it_is():
+    image = to_rgb(LEVELS)
+    assert shrink(image, 320) is image

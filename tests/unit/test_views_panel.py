@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.views import canvas
 from lightning_gradsim.views.canvas import (
     DOUBT,
@@ -24,7 +25,10 @@ from lightning_gradsim.views.canvas import (
     measure_text,
     wrap_text,
 )
-from lightning_gradsim.views.panel import BAR, FRAME_ROOM, GAP, MARGIN, TILE, WIDTH, mistake_panel
+from lightning_gradsim.views.exhibits import Exhibit
+from lightning_gradsim.views.images import to_rgb
+from lightning_gradsim.views.panel import mistake_panel
+from lightning_gradsim.views.tiles import BAR, FRAME_ROOM, GAP, MARGIN, STRIP, TILE, WIDTH
 
 LONG = "n02099601 golden retriever, a dog that is described at some length"
 
@@ -67,10 +71,15 @@ def make_report(*queries, **changes):
     return replace(report, **changes)
 
 
-def draw(report, images=None, **options):
+def exhibit(image, **normalisation):
+    return Exhibit(picture=to_rgb(image, **normalisation))
+
+
+def draw(report, images=None, normalisation=None, **options):
     grey = torch.full((1, 8, 8), 0.5)
-    train = dict.fromkeys(range(40), grey)
-    return mistake_panel(report, [grey] * len(report.queries) if images is None else images, train, **options)
+    train = dict.fromkeys(range(40), exhibit(grey, **(normalisation or {})))
+    images = [grey] * len(report.queries) if images is None else images
+    return mistake_panel(report, [exhibit(image, **(normalisation or {})) for image in images], train, **options)
 
 
 class Text(NamedTuple):
@@ -250,6 +259,48 @@ def test_teachers_on_demand(texts):
     assert "#20" in words(texts)
 
 
+def make_suspects(flagged, suggested=0):
+    """Samples 0 to 39, some of which are flagged."""
+    ids = torch.arange(40)
+    flags = torch.zeros(40, dtype=torch.bool)
+    flags[list(flagged)] = True
+    none = None if suggested is None else torch.full((40,), suggested, dtype=torch.int32)
+    return SuspectTable(ids, -ids.float(), ids.int(), none, None if none is None else torch.ones(40), flags)
+
+
+@pytest.mark.parametrize(("suggested", "words_there"), [(0, "rather cat"), (None, "wrong label?")])
+def test_a_harmful_sample_that_is_flagged_has_two_witnesses(texts, suggested, words_there):
+    """Samples 1 and 3 are harmful; look-alikes such as 10 and 11 are flagged where classes meet, and say nothing."""
+    plain = draw(make_report(make_query(), suspects=make_suspects([])))
+    assert not (plain == DOUBT).all(axis=-1).any()
+    assert "its own label looks wrong, and the suggested one" not in words(texts)
+    texts.clear()
+    panel = draw(make_report(make_query(), suspects=make_suspects([1, 3, 10, 11, 39], suggested)))
+    assert words(texts).count(words_there) == 2
+    assert "its own label looks wrong, and the suggested one" in words(texts)
+    blue = (panel == DOUBT).all(axis=-1)
+    legend = 300  # px; the legend has a strip of its own above
+    columns = np.flatnonzero(blue[legend:].any(axis=0))
+    assert columns[0] == MARGIN + TILE + GAP
+    assert columns[-1] == MARGIN + 3 * (TILE + GAP) + TILE - 1
+    rows = np.flatnonzero(blue[legend:].any(axis=1))
+    assert rows[-1] - rows[0] + 1 == STRIP
+    assert len(panel) == len(plain) + 34 + STRIP + 2, "room in one row only"
+
+
+@pytest.mark.parametrize(("name", "said"), [("cat", "rather cat"), ("automobile", "automobile?")])
+def test_suggested_labels_are_said_as_long_as_they_fit(texts, name, said):
+    report = make_report(make_query(), suspects=make_suspects([1]), class_names=(name, "dog", "ship"))
+    draw(report)
+    assert said in words(texts)
+
+
+def test_since_when_a_query_is_wrong(texts):
+    draw(make_report(make_query(wrong_since=4), make_query(wrong_since=9)))
+    assert "loss 3.5 · validation #17 · wrong since epoch 4" in words(texts)
+    assert "loss 3.5 · validation sample #17" in words(texts), "for the first time"
+
+
 def test_no_doubt_no_badge():
     assert not (draw(make_report(make_query())) == DOUBT).all(axis=-1).any()
 
@@ -280,10 +331,12 @@ def test_augmented_views_are_named_in_the_legend_and_at_each_row(texts):
         ),
         (torch.tensor([[0.0, float("nan")], [0.0, 1.0]]), {}, "magenta hatching: NaN or infinite pixels"),
         (None, {"mean": [-9.0]}, "all images: values stretched from their own lowest to highest"),
+        (torch.rand(2, 8, 8), {}, "channel 1 of 2 shown"),
+        (torch.rand(7, 9, 9), {}, "channels 1 to 3 of 7 shown"),
     ],
 )
 def test_how_pictures_were_read_is_said(texts, image, options, expected):
-    draw(make_report(make_query()), [image], **options)
+    draw(make_report(make_query()), [image], options)
     assert expected in words(texts)
 
 
@@ -311,6 +364,7 @@ REPORTS = {
     ),
     "nan score": make_report(make_query(look_alikes=(), teachers=(InfluentialSample(5, 1, float("nan"), False),))),
     "augmented": make_report(make_query(), augmented=True, similarity="asymmetric"),
+    "suspects": make_report(make_query(), class_names=(LONG, "dog", "ship"), suspects=make_suspects(range(40))),
 }
 
 
@@ -329,8 +383,8 @@ def test_all_text_is_large_enough_and_inside_and_apart(texts, report):
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 31, 77), (1, 300, 211)])
 def test_boxes_and_pictures_lie_on_even_coordinates(boxes, report, shape):
     picture = torch.rand(shape)
-    images = [picture] * len(report.queries)
-    panel = mistake_panel(report, images, dict.fromkeys(range(40), picture), show_teachers=True)
+    exhibits = [exhibit(picture)] * len(report.queries)
+    panel = mistake_panel(report, exhibits, dict.fromkeys(range(40), exhibit(picture)), show_teachers=True)
     assert len(panel) % 2 == 0
     assert [box for box in boxes if any(number % 2 for number in box[:4])] == []
 
@@ -354,12 +408,12 @@ def test_names_that_the_font_lacks(texts, name, expected):
 
 
 def test_tiles_without_an_image_say_so(texts):
-    mistake_panel(make_report(make_query()), [None], {0: torch.zeros(5)})
+    mistake_panel(make_report(make_query()), [None], {0: exhibit(torch.zeros(5))})
     assert words(texts).count("no image") == 1 + 8
 
 
 def test_the_number_of_query_images_must_fit():
-    with pytest.raises(ValueError, match=r"`query_images` has 1 entries, but the report has 2 queries.*one for each"):
+    with pytest.raises(ValueError, match=r"`query_exhibits` has 1 entries, but the report has 2 queries.*one for each"):
         mistake_panel(make_report(make_query(), make_query()), [None], {})
 
 

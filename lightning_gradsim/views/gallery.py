@@ -1,0 +1,145 @@
+"""One picture of the training samples whose labels look wrong, for a TensorBoard card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lightning_gradsim.report import Report
+from lightning_gradsim.suspects import Suspect
+from lightning_gradsim.views.canvas import (
+    BACKDROP,
+    DOUBT,
+    FRAME,
+    INK,
+    MUTED,
+    Canvas,
+    Pixels,
+    fit_text,
+    measure_text,
+    to_plain_text,
+    wrap_text,
+)
+from lightning_gradsim.views.exhibits import Exhibit
+from lightning_gradsim.views.images import picture_notes, to_tile
+from lightning_gradsim.views.tiles import (
+    BAR,
+    BODY,
+    CAPTION_LINE,
+    CONTENT,
+    FRAME_ROOM,
+    GAP,
+    LINE,
+    MARGIN,
+    PICTURE,
+    TILE,
+    TILES_PER_ROW,
+    TITLE,
+    WIDTH,
+    draw_arrow,
+    draw_bar,
+    label_text,
+    score_text,
+)
+
+HEADLINE = 24
+ARROW, ARROW_ROOM = 26, 40
+
+
+def suspects_gallery(report: Report, train_exhibits: Mapping[int, Exhibit], *, max_suspects: int = 24) -> Pixels:
+    """Compose the gallery of a report: the most suspect training samples, each with its given and suggested label.
+
+    Args:
+        report: What the validation showed.
+        train_exhibits: What is shown of training samples, by sample id; those without a picture get a tile that says
+            so.
+        max_suspects: How many to draw.
+
+    Returns:
+        uint8 ``[H, 700, 3]``.
+    """
+    shown = report.suspects[:max_suspects]
+    pictures = {
+        each.sample_id: train_exhibits[each.sample_id].picture if each.sample_id in train_exhibits else None
+        for each in shown
+    }
+    is_short = all(_fits_one_line(report, suspect) for suspect in shown)
+    rows = [shown[start : start + TILES_PER_ROW] for start in range(0, len(shown), TILES_PER_ROW)]
+    height = TILE + 10 + (30 if is_short else 56) + BAR + CAPTION_LINE + 22
+    canvas = Canvas(WIDTH, max(1, len(rows)) * height + 4)
+    full_bar = max((abs(suspect.score) for suspect in shown if math.isfinite(suspect.score)), default=0.0)
+    for number, row in enumerate(rows):
+        for place, suspect in enumerate(row):
+            left, top = MARGIN + place * (TILE + GAP), number * height
+            picture = pictures[suspect.sample_id]
+            canvas.paste(
+                to_tile(None if picture is None else picture.pixels, PICTURE), left + FRAME_ROOM, top + FRAME_ROOM
+            )
+            canvas.frame(left, top, TILE, 2, FRAME)
+            _draw_caption(canvas, left, top + TILE, report, suspect, full_bar, is_short=is_short)
+    if not rows:
+        canvas.rectangle(MARGIN, 4, CONTENT, 88, BACKDROP)
+        words = "no training sample was scored"
+        canvas.text((WIDTH - measure_text(words, HEADLINE)) / 2, 56, words, HEADLINE)
+    header = _draw_header(report, shown, picture_notes(list(pictures.values())))
+    return np.concatenate([header, canvas.to_pixels()])
+
+
+def _draw_header(report: Report, shown: Sequence[Suspect], notes: Sequence[str]) -> Pixels:
+    caption = wrap_text(to_plain_text(_caption(report, shown)), BODY, CONTENT, max_lines=3)
+    lines = [*caption, *(line for note in notes for line in wrap_text(note, BODY, CONTENT, max_lines=2))]
+    canvas = Canvas(WIDTH, 44 + LINE * len(lines) + 34 * bool(shown) + 16)
+    title = "suspects: training labels that look wrong"
+    canvas.text(MARGIN, 34, fit_text(title, TITLE, CONTENT, bold=True), TITLE, bold=True)
+    baseline = 38
+    for line in lines:
+        baseline += LINE
+        canvas.text(MARGIN, baseline, line, BODY, MUTED)
+    if shown:
+        baseline += 34
+        end = canvas.text(MARGIN, baseline, "given label", BODY)
+        draw_arrow(canvas, end + 8, baseline - 7, ARROW)
+        canvas.text(end + ARROW + 16, baseline, "suggested label; below: #sample, score", BODY)
+    return canvas.to_pixels()
+
+
+def _caption(report: Report, shown: Sequence[Suspect]) -> str:
+    suspects = report.suspects
+    parts = [f"epoch {report.epoch}, step {report.step}", f"the first {len(shown)} by {suspects.score_name}"]
+    parts.append(f"{suspects.num_flagged:,} of {len(suspects):,} flagged")
+    visits = {suspect.visits for suspect in shown if suspect.visits is not None}
+    if visits:
+        number = f"{min(visits)}" if len(visits) == 1 else f"{min(visits)} to {max(visits)}"
+        parts.append(f"seen {number} times")
+    return " · ".join(parts)
+
+
+def _names(report: Report, suspect: Suspect) -> tuple[str, str]:
+    suggested = "" if suspect.suggested_label is None else label_text(report, suspect.suggested_label)
+    return label_text(report, suspect.label), suggested
+
+
+def _fits_one_line(report: Report, suspect: Suspect) -> bool:
+    names = _names(report, suspect)
+    return sum(measure_text(name, HEADLINE, bold=True) for name in names) + ARROW_ROOM <= TILE
+
+
+def _draw_caption(
+    canvas: Canvas, left: int, top: int, report: Report, suspect: Suspect, full_bar: float, *, is_short: bool
+) -> None:
+    label, suggested = _names(report, suspect)
+    baseline = top + 30
+    end = canvas.text(left, baseline, fit_text(label, HEADLINE, TILE, bold=True), HEADLINE, INK, bold=True)
+    if suggested:
+        start = end + 6 if is_short else left
+        baseline += 0 if is_short else 26
+        draw_arrow(canvas, start, baseline - 8, ARROW)
+        room = left + TILE - start - ARROW - 8
+        canvas.text(start + ARROW + 8, baseline, fit_text(suggested, HEADLINE, room, bold=True), HEADLINE, DOUBT, True)
+    bottom = top + (40 if is_short else 66)
+    share = min(abs(suspect.score) / full_bar, 1.0) if full_bar and math.isfinite(suspect.score) else 0.0
+    draw_bar(canvas, left, bottom, TILE, share)
+    right = canvas.text_right(left + TILE, bottom + BAR + 22, score_text(suspect.score), BODY)
+    canvas.text(left, bottom + BAR + 22, fit_text(f"#{suspect.sample_id}", BODY, right - 8 - left), BODY)

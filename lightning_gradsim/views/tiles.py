@@ -1,0 +1,128 @@
+"""Parts that several pictures are made of: marks, bars, arrows, labels and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_gradsim.plain_values import Label
+from lightning_gradsim.report import Report
+from lightning_gradsim.suspects import Suspect
+from lightning_gradsim.views.canvas import (
+    DOUBT,
+    MARK,
+    MINUS,
+    MUTED,
+    PAPER,
+    TRACK,
+    Canvas,
+    fit_text,
+    is_drawable,
+    measure_text,
+    to_plain_text,
+)
+
+# TensorBoard shows a picture in a card of 350 px, at a window of 1400 px, by leaving out every second row and column.
+# So everything lies on even coordinates, no line is thinner than 2 px, and 20 px letters are 10 px high there.
+WIDTH = 700
+MARGIN = 14
+CONTENT = WIDTH - 2 * MARGIN
+TILES_PER_ROW = 4
+GAP = 16
+TILE = (CONTENT - (TILES_PER_ROW - 1) * GAP) // TILES_PER_ROW
+FRAME_ROOM = 8
+PICTURE = TILE - 2 * FRAME_ROOM
+BODY, TITLE = 20, 26
+LINE, CAPTION_LINE = 26, 24
+BAR = 8
+STRIP = 28
+MAX_LAYERS = 3
+
+
+def draw_bar(canvas: Canvas, x: int, y: int, width: int, share: float) -> None:
+    """A bar that is filled to a share of its width."""
+    canvas.rectangle(x, y, width, BAR, TRACK)
+    canvas.rectangle(x, y, 2 * round(width * share / 2), BAR, MUTED)
+
+
+def draw_mark(canvas: Canvas, x: int, y: int, size: int, thickness: int, badge: int) -> None:
+    """A thick frame and a filled corner: told apart by shape where the colour is not seen."""
+    right, top = x + size - thickness, y + thickness
+    for leg, colour in ((badge + 6, PAPER), (badge, MARK)):
+        # Over the frame's inner edge, which is drawn on top: the soft edges of the corner stay below it.
+        canvas.polygon([(right - leg - 2, top - 2), (right + 2, top - 2), (right + 2, top + leg + 2)], colour)
+    canvas.frame(x, y, size, thickness, MARK)
+
+
+def draw_strip(canvas: Canvas, x: int, y: int, width: int, words: str, height: int = STRIP) -> None:
+    """A blue strip with a white diamond and words: a label looks wrong."""
+    canvas.rectangle(x, y, width, height, DOUBT)
+    diamond, half = height * 0.28, height / 2
+    middle = x + half
+    corners = [(middle, half - diamond), (middle + diamond, half), (middle, half + diamond), (middle - diamond, half)]
+    canvas.polygon([(left, y + top) for left, top in corners], PAPER)
+    start = x + height + 2
+    canvas.text(start, y + height // 2 + 7, fit_text(words, BODY, x + width - 4 - start), BODY, PAPER)
+
+
+def strip_width(words: str, height: int = STRIP) -> int:
+    """Width of a strip that holds these words, an even number."""
+    return 2 * round(measure_text(words, BODY) / 2) + height + 16
+
+
+def draw_arrow(canvas: Canvas, left: float, middle: float, length: float) -> None:
+    """An arrow to the right."""
+    half, head, tip = length * 0.045, length * 0.24, left + length
+    neck = tip - length * 0.36
+    canvas.polygon([(left, middle - half), (neck, middle - half), (neck, middle + half), (left, middle + half)], MUTED)
+    canvas.polygon([(neck, middle - head), (tip, middle), (neck, middle + head)], MUTED)
+
+
+def doubt_words(report: Report, suspects: Mapping[int, Suspect]) -> dict[int, str]:
+    """What strips say of training samples whose labels look wrong, in letters that the font has.
+
+    Args:
+        report: What the validation showed.
+        suspects: The suspects by sample id.
+
+    Returns:
+        ``"rather cat"`` for each, or ``"cat?"`` for all where that does not fit under a tile for one of them.
+    """
+    names = {
+        sample_id: None if suspect.suggested_label is None else label_text(report, suspect.suggested_label)
+        for sample_id, suspect in suspects.items()
+    }
+    room = TILE - STRIP - 6
+    is_short = all(measure_text(f"rather {name}", BODY) <= room for name in names.values())
+    return {
+        sample_id: "wrong label?" if name is None else f"rather {name}" if is_short else f"{name}?"
+        for sample_id, name in names.items()
+    }
+
+
+def doubted_label(report: Report, suspect: Suspect) -> str:
+    """What is said of a training sample whose label looks wrong, in any letters."""
+    return "wrong label?" if suspect.suggested_label is None else f"rather {report.name_of(suspect.suggested_label)}"
+
+
+def label_text(report: Report, label: Label) -> str:
+    """The name of a label in letters that the font has; the class number where the name has others."""
+    if isinstance(label, tuple) and label:
+        return " + ".join(label_text(report, index) for index in label)
+    if isinstance(label, float):
+        return report.name_of(label).replace("-", MINUS)
+    text = to_plain_text(report.name_of(label))
+    return text if is_drawable(text) else f"class {label}"
+
+
+def score_text(score: float) -> str:
+    """A score in three digits."""
+    text = f"{score:#.3g}".rstrip(".")
+    return (f"{score:.1e}" if "e" in text else text).replace("-", MINUS)
+
+
+def origin(report: Report) -> str:
+    """When and from what a report was made, on one line."""
+    layers = ", ".join(report.layers[:MAX_LAYERS]) or "none"
+    if len(report.layers) > MAX_LAYERS:
+        layers += f" and {len(report.layers) - MAX_LAYERS} more"
+    return f"epoch {report.epoch}, step {report.step} · layer {layers} · {report.similarity}"
