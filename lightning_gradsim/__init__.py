@@ -9,6 +9,7 @@ from lightning_gradsim.plan_record import LayerPlan, Plan
 from lightning_gradsim.planner import plan
 from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.rules import register_rule
+from lightning_gradsim.saved_report import load_report
 from lightning_gradsim.sinks import Sink
 from lightning_gradsim.suspects import Suspect, SuspectTable
 from lightning_gradsim.true_labels import SuspectQuality
@@ -24,6 +25,7 @@ __all__ = [  # noqa: RUF022 -- grouped for readers
     "Suspect",
     "SuspectQuality",
     "SuspectTable",
+    "load_report",
     # The same for a trained module
     "explain",
     # Where reports go

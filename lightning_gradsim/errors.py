@@ -67,3 +67,7 @@ class VerificationError(GradSimError, AssertionError):
 
 class GradSimWarning(UserWarning):
     """Something limits what the callback can say; training is not affected."""
+
+
+class SavedReportError(GradSimError, ValueError):
+    """The files of a report cannot be read back."""

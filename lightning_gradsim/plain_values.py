@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +32,23 @@ def write_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: s
     if path is not None:
         Path(path).write_text(buffer.getvalue(), encoding="utf-8")
     return buffer.getvalue()
+
+
+def to_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Any:
+    """Rows as a data frame of pandas, or of polars where only that is installed.
+
+    Args:
+        rows: The rows.
+        columns: Their keys, in the order of the columns.
+
+    Returns:
+        A ``pandas.DataFrame`` or a ``polars.DataFrame``.
+
+    Raises:
+        ImportError: If neither is installed.
+    """
+    content = {column: [row[column] for row in rows] for column in columns}
+    for library in ("pandas", "polars"):
+        if find_spec(library) is not None:
+            return import_module(library).DataFrame(content)
+    raise ImportError("A data frame needs pandas or polars, and neither is installed. Install one, or use `to_rows`.")

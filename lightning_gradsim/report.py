@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_gradsim.datasets import Relabelled, sample_ids
 from lightning_gradsim.history import FollowedQuery, TrendPoint
-from lightning_gradsim.plain_values import Label, write_csv
+from lightning_gradsim.plain_values import Label, to_frame, write_csv
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.suspects import Suspect, SuspectTable
 from lightning_gradsim.true_labels import SuspectQuality
@@ -342,6 +342,10 @@ class Report:
         """One row per query, list and rank, with the columns of ``influences.csv``."""
         return [row for number, query in enumerate(self.queries) for row in _query_rows(number, query)]
 
+    def to_frame(self) -> Any:
+        """``to_rows`` as a data frame of pandas, or of polars where only that is installed."""
+        return to_frame(self.to_rows(), INFLUENCE_COLUMNS)
+
     def to_csv(self, path: str | Path | None = None) -> str:
         """CSV text of ``to_rows``; also written to ``path`` if one is given."""
         return write_csv(self.to_rows(), INFLUENCE_COLUMNS, path)
@@ -368,6 +372,8 @@ class Report:
             ],
             "queries": [asdict(query) for query in self.queries],
             "suspects": self.suspects.to_rows(max_suspects),
+            "suspect_score": self.suspects.score_name,
+            "suspect_upper_estimate": self.suspects.upper_estimate,
         }
 
     def summary(self, num_queries: int = 6, num_suspects: int = 10) -> str:

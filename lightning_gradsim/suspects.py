@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from lightning_gradsim.plain_values import Label, to_label, write_csv
+from lightning_gradsim.plain_values import Label, to_frame, to_label, write_csv
 
 TRUSTED = "trusted"
 SUSPECT_PARTS = ("log_margin", "knn", TRUSTED)
@@ -155,6 +155,10 @@ class SuspectTable(Sequence[Suspect]):
             none if self.visits is None else self.visits[:number].tolist(),
         )
         return [dict(zip(SUSPECT_COLUMNS, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def to_frame(self) -> Any:
+        """``to_rows`` as a data frame of pandas, or of polars where only that is installed."""
+        return to_frame(self.to_rows(), SUSPECT_COLUMNS)
 
     def to_csv(self, path: str | Path | None = None, limit: int | None = None) -> str:
         """CSV text of ``to_rows``; also written to ``path`` if one is given."""

@@ -89,10 +89,10 @@ def test_report_json(tmp_path):
 def test_csv_files(tmp_path):
     suspects, influences, _ = write_report_files(make_report(), tmp_path)
     assert suspects.read_text(encoding="utf-8") == (
-        "rank,sample_id,label,suggested_label,probability,score,flagged,log_margin,knn,visits\n"
-        "1,4,2,1,0.5,6.5,True,1.5,1.0,3\n"
-        "2,9,0,2,0.25,0.5,False,-0.5,0.0,3\n"
-        "3,7,1,0,0.125,-2.0,False,-3.0,0.25,2\n"
+        "rank,sample_id,label,suggested_label,probability,score,flagged,log_margin,knn,trusted,visits\n"
+        "1,4,2,1,0.5,6.5,True,1.5,1.0,,3\n"
+        "2,9,0,2,0.25,0.5,False,-0.5,0.0,,3\n"
+        "3,7,1,0,0.125,-2.0,False,-3.0,0.25,,2\n"
     )
     rows = list(csv.DictReader(io.StringIO(influences.read_text(encoding="utf-8"))))
     assert tuple(rows[0]) == INFLUENCE_COLUMNS
@@ -111,6 +111,7 @@ def test_csv_files(tmp_path):
         "label": "2",
         "score": "-3.5",
         "label_is_prediction": "True",
+        "is_suspect": "False",
     }
     assert [(row["list"], row["rank"], row["sample_id"]) for row in rows] == [
         ("harmful", "1", "4"),

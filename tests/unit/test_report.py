@@ -4,15 +4,18 @@ import csv
 import io
 import json
 from dataclasses import FrozenInstanceError, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from lightning_gradsim import plain_values
 from lightning_gradsim.datasets import sample_ids
 from lightning_gradsim.plain_values import to_label
 from lightning_gradsim.report import INFLUENCE_COLUMNS, InfluentialSample, QueryReport, Report
 from lightning_gradsim.suspects import SUSPECT_COLUMNS, Suspect, SuspectTable
+from tests.unit.test_golden_files import make_report as golden_report
 
 
 def table(number=5):
@@ -359,3 +362,24 @@ def test_no_labels_are_taken_for_others(changes):
     shown = report(suspects=replace(table(), **changes))
     assert shown.suspects.confusion() == {}
     assert "for another one" not in shown.summary()
+
+
+class TestFrames:
+    def test_columns_and_values(self):
+        pytest.importorskip("pandas")
+        report = golden_report()
+        for source, columns in [(report.suspects, SUSPECT_COLUMNS), (report, INFLUENCE_COLUMNS)]:
+            frame = source.to_frame()
+            assert tuple(frame.columns) == columns
+            assert frame["sample_id"].tolist() == [row["sample_id"] for row in source.to_rows()]
+
+    def test_the_library_that_is_there(self, monkeypatch):
+        polars = SimpleNamespace(DataFrame=dict)
+        monkeypatch.setattr(plain_values, "find_spec", lambda name: name == "polars" or None)
+        monkeypatch.setattr(plain_values, "import_module", {"polars": polars}.get)
+        assert golden_report().suspects.to_frame()["rank"] == [1, 2, 3]
+
+    def test_neither(self, monkeypatch):
+        monkeypatch.setattr(plain_values, "find_spec", lambda name: None)
+        with pytest.raises(ImportError, match="needs pandas or polars, and neither is installed"):
+            golden_report().to_frame()
