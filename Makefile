@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 PINS := pyproject.toml constraints-dev.txt
 BENCH := .bench
+# Two processes of one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-views bench-mislabel bench-lds clean
@@ -15,10 +17,10 @@ demo: $(VENV)/.demo ## Train on digits with wrong labels and show the samples be
 	$(BIN)/python examples/mislabel_digits.py
 
 test: $(VENV)/.dev ## Run the tests, without the slow ones
-	$(BIN)/python -m pytest
+	$(PYTEST) -n 2
 
 test-slow: $(VENV)/.dev ## Run the slow tests
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -n 2 -m slow
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu -s

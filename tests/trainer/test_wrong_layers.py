@@ -107,9 +107,10 @@ class TestLayers:
                 "Layer `body.1` (`ReLU`) has no trainable parameter, so it has no gradient. Set `requires_grad`, or "
                 "choose among `body.0`, `head`.",
             ),
-            (
+            pytest.param(
                 lambda name, layer: False,
                 "The predicate passed as `layers` accepts none of the 2 trainable layers: `body.0`, `head`.",
+                id="predicate",  # the address of a function differs between processes
             ),
         ],
         ids=str,
