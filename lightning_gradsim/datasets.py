@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
+from lightning_gradsim.arguments import with_article
 from lightning_gradsim.errors import BatchFormatError
 
 TARGET_KEYS = ("label", "labels", "target", "targets", "y")
@@ -37,6 +38,23 @@ class Relabelled(Dataset[Any]):
         index = range(len(self))[index]  # raises beyond the end, which ends an iteration, and counts from the end
         sample = self.dataset[index]
         return _with_label(sample, self.labels[index]) if index in self.labels else sample
+
+
+def check_dataset(dataset: object) -> None:
+    """Refuse what is no map-style dataset.
+
+    Args:
+        dataset: What the user has passed.
+
+    Raises:
+        TypeError: If it is a loader, or has no samples by index, or no length.
+    """
+    if isinstance(dataset, DataLoader) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        way_out = "Pass its `.dataset`." if isinstance(dataset, DataLoader) else "Pass what its loader reads."
+        raise TypeError(
+            f"`dataset` is {with_article(f'`{type(dataset).__name__}`')}. Expected the training dataset, with samples "
+            f"by index. {way_out}"
+        )
 
 
 def sample_ids(dataset: Dataset[Any]) -> Tensor:

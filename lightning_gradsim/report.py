@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from lightning_gradsim.datasets import Relabelled, sample_ids
+from lightning_gradsim.datasets import Relabelled, check_dataset, sample_ids
 from lightning_gradsim.history import FollowedQuery, TrendPoint
 from lightning_gradsim.plain_values import Label, to_frame, write_csv
 from lightning_gradsim.plan_record import Plan
@@ -203,6 +203,10 @@ class Report:
     trends: tuple[TrendPoint, ...] = ()
     followed: tuple[FollowedQuery, ...] = ()
 
+    def __repr__(self) -> str:
+        """The words of ``summary``: thousands of suspects are no help in a terminal or a notebook."""
+        return self.summary()
+
     @property
     def errors_in_words(self) -> str:
         """How many validation samples are wrong; in regression, how many were looked at."""
@@ -301,41 +305,51 @@ class Report:
         rows = (torch.isin(self.suspects.sample_ids, wanted) & self.suspects.flagged).nonzero().flatten().tolist()
         return {suspect.sample_id: suspect for suspect in (self.suspects[row] for row in rows)}
 
-    def relabel(self, dataset: Dataset[Any], limit: int | None = None) -> Relabelled:
+    def relabel(self, dataset: Dataset[Any], limit: int | None = None, *, all_flagged: bool = False) -> Relabelled:
         """The training data with suggested labels instead of those that look wrong.
 
         Args:
             dataset: The training dataset, with the ids that it had in training (a ``Subset``, too).
-            limit: At most that many of the flagged samples, the most suspect first.
+            limit: At most that many samples, the most suspect first.
+            all_flagged: Whether all flagged samples count, or only those which their neighbours contradict, too
+                (``suspects.confirmed``): the model alone flags what it has not learned yet.
 
         Returns:
             A view of the dataset: picklable, of the same length, with the same ids.
 
         Raises:
-            ValueError: If the suspects have no suggested labels.
+            TypeError: If this is no dataset, or the limit no whole number.
+            ValueError: If the suspects have no suggested labels, or the limit is below 0.
         """
+        check_dataset(dataset)
         if self.suspects.suggested_labels is None:
             raise ValueError(
                 f"The suspects of a {self.task} task have no suggested labels. Use `report.drop(dataset)`, or correct "
                 "the labels by `report.suspects`."
             )
-        rows = self.suspects.flagged_rows(limit)
+        rows = self.suspects.rows_to_mend(limit, all_flagged=all_flagged)
         suggested = self.suspects.suggested_labels[rows].tolist()
         labels = dict(zip(self.suspects.sample_ids[rows].tolist(), suggested, strict=True))
         ids = sample_ids(dataset).tolist()
         return Relabelled(dataset, {place: labels[each] for place, each in enumerate(ids) if each in labels})
 
-    def drop(self, dataset: Dataset[Any], limit: int | None = None) -> Subset[Any]:
+    def drop(self, dataset: Dataset[Any], limit: int | None = None, *, all_flagged: bool = False) -> Subset[Any]:
         """The training data without samples whose labels look wrong.
 
         Args:
             dataset: The training dataset, with the ids that it had in training (a ``Subset``, too).
-            limit: At most that many of the flagged samples, the most suspect first.
+            limit: At most that many samples, the most suspect first.
+            all_flagged: As in ``relabel``.
 
         Returns:
             A view of the dataset: picklable, its samples with the ids that they had.
+
+        Raises:
+            TypeError: If this is no dataset, or the limit no whole number.
+            ValueError: If the limit is below 0.
         """
-        dropped = self.suspects.sample_ids[self.suspects.flagged_rows(limit)]
+        check_dataset(dataset)
+        dropped = self.suspects.sample_ids[self.suspects.rows_to_mend(limit, all_flagged=all_flagged)]
         return Subset(dataset, (~torch.isin(sample_ids(dataset), dropped)).nonzero().flatten().tolist())
 
     def to_rows(self) -> list[dict[str, Any]]:

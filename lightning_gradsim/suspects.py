@@ -10,11 +10,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from lightning_gradsim.arguments import check_count
 from lightning_gradsim.plain_values import Label, to_frame, to_label, write_csv
 
 TRUSTED = "trusted"
 SUSPECT_PARTS = ("log_margin", "knn", TRUSTED)
 """Scores that stand beside the one that ranks, where they are known."""
+SHOWN = 10
+SECOND_WITNESS = 1.0
+"""Votes of the neighbours against a label, from -1 to 2, beyond which they contradict it, too."""
 SUSPECT_COLUMNS = (
     "rank",
     "sample_id",
@@ -85,6 +89,14 @@ class SuspectTable(Sequence[Suspect]):
         """Number of scored training samples."""
         return len(self.sample_ids)
 
+    def __repr__(self) -> str:
+        """The first ten."""
+        lines = [f"{len(self):,} training samples by `{self.score_name}`, {self.num_flagged:,} flagged"]
+        for suspect in self[:SHOWN]:
+            other = "" if suspect.suggested_label is None else f", rather {suspect.suggested_label}"
+            lines.append(f"  #{suspect.sample_id}: labelled {suspect.label}{other}, score {suspect.score:.3g}")
+        return "\n".join([*lines, *(["  ..."] if len(self) > SHOWN else [])])
+
     @property
     def num_flagged(self) -> int:
         """How many training samples the model predicts otherwise than labelled."""
@@ -116,9 +128,32 @@ class SuspectTable(Sequence[Suspect]):
             visits=None if self.visits is None else int(self.visits[index]),
         )
 
-    def flagged_rows(self, limit: int | None = None) -> Tensor:
-        """Rows of the flagged samples, the most suspect first, at most ``limit`` of them; int64."""
-        return self.flagged.nonzero().flatten()[:limit]
+    @property
+    def confirmed(self) -> Tensor:
+        """Which of the flagged samples have a second witness, bool ``[N]``.
+
+        That is where the strongest other label has more than twice as many votes among the nearest samples as the given
+        one (``knn`` above 1). Where neighbours are not known, all that are flagged.
+        """
+        votes = self.scores if self.score_name == "knn" else self.parts.get("knn")
+        return self.flagged if votes is None else self.flagged & (votes > SECOND_WITNESS)
+
+    def rows_to_mend(self, limit: int | None = None, *, all_flagged: bool = False) -> Tensor:
+        """Rows of the samples whose labels are to be changed, the most suspect first.
+
+        Args:
+            limit: At most that many.
+            all_flagged: Whether those without a second witness are among them.
+
+        Returns:
+            Rows, int64.
+
+        Raises:
+            TypeError: If the limit is no whole number.
+            ValueError: If it is below 0.
+        """
+        check_count("limit", limit, optional=True, at_least=0)
+        return (self.flagged if all_flagged else self.confirmed).nonzero().flatten()[:limit]
 
     def confusion(self) -> dict[tuple[int, int], int]:
         """Which labels are taken for which.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_gradsim import plain_values
 from lightning_gradsim.datasets import sample_ids
@@ -315,6 +315,26 @@ class TestActing:
             i for i in subset.indices if i not in suggested
         ]
 
+    def test_one_witness_is_not_enough_where_there_are_two(self):
+        votes = torch.tensor([1.5, 2.0, 1.0, -1.0, 1.25])  # of ids 10 to 14, of which 10, 12 and 14 are flagged
+        confirmed = report(suspects=replace(table(), parts={"knn": votes}))
+        assert sample_ids(confirmed.drop(self.data)).tolist() == [*range(10), 11, 12, 13]
+        assert sample_ids(confirmed.drop(self.data, all_flagged=True)).tolist() == [*range(10), 11, 13]
+        assert self.labels(confirmed.relabel(self.data))[10:] == [self.expected()[10], 9, 9, 9, self.expected()[14]]
+        assert self.labels(confirmed.relabel(self.data, all_flagged=True))[12] == self.expected()[12]
+        by_votes = replace(table(), scores=votes.sort(descending=True).values, score_name="knn")
+        assert by_votes.confirmed.tolist() == [True, False, True, False, False]
+
+    @pytest.mark.parametrize("act", ["relabel", "drop"])
+    def test_what_is_no_dataset_is_refused(self, act):
+        act = getattr(report(suspects=table()), act)
+        with pytest.raises(TypeError, match=r"^`dataset` is a `DataLoader`\. .* Pass its `\.dataset`\.$"):
+            act(DataLoader(self.data))
+        with pytest.raises(TypeError, match=r"^`dataset` is an `int`\. Expected the training dataset"):
+            act(3)
+        with pytest.raises(ValueError, match="`limit=-3` is too small"):
+            act(self.data, limit=-3)
+
     def test_without_suggestions(self):
         table_without = replace(table(), suggested_labels=None, probabilities=None)
         with pytest.raises(ValueError, match=r"have no suggested labels\. Use `report\.drop"):
@@ -383,3 +403,13 @@ class TestFrames:
         monkeypatch.setattr(plain_values, "find_spec", lambda name: None)
         with pytest.raises(ImportError, match="needs pandas or polars, and neither is installed"):
             golden_report().to_frame()
+
+
+def test_what_a_terminal_shows_is_short():
+    assert repr(report()) == report().summary()
+    lines = repr(table(12)).splitlines()
+    assert lines[0] == "12 training samples by `self_influence`, 6 flagged"
+    assert lines[1] == "  #10: labelled 0, rather 1, score 2"
+    assert len(lines) == 12
+    assert lines[-1] == "  ..."
+    assert repr(SuspectTable.empty()) == "0 training samples by `self_influence`, 0 flagged"
