@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_gradsim.queries import Query
-from lightning_gradsim.report import ErrorPair, Histogram, InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import ErrorPair, Histogram, InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.shown_samples import collect_shown_samples
 from lightning_gradsim.sinks import write_report_files, write_text_atomically
 from lightning_gradsim.suspects import SuspectTable

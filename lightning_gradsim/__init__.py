@@ -7,7 +7,8 @@ from lightning_gradsim.explain import explain
 from lightning_gradsim.factors import IndexedFactors, OuterFactors, dot, squared_norms
 from lightning_gradsim.plan_record import LayerPlan, Plan
 from lightning_gradsim.planner import plan
-from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.rules import register_rule
 from lightning_gradsim.saved_report import load_report
 from lightning_gradsim.sinks import Sink

@@ -29,7 +29,7 @@ from lightning_gradsim.query_side import (
     prepare_queries,
     query_reports,
 )
-from lightning_gradsim.report import QueryReport
+from lightning_gradsim.records import QueryReport
 from lightning_gradsim.sample_statistics import merge_suspects
 from lightning_gradsim.scorer import Scorer
 from lightning_gradsim.scores import SIMILARITIES, Similarity

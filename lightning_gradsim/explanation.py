@@ -19,7 +19,8 @@ from lightning_gradsim.errors import BatchFormatError
 from lightning_gradsim.memory import default_budget
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.query_side import QueryBatch
-from lightning_gradsim.report import ErrorPair, Histogram, QueryReport, Report
+from lightning_gradsim.records import ErrorPair, Histogram, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.rereading import NOTHING_CHOSEN, Finding, Rereading, Tapped
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import (

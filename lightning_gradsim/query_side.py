@@ -25,7 +25,7 @@ from lightning_gradsim.factors import (
     squared_norms,
 )
 from lightning_gradsim.plain_values import to_label
-from lightning_gradsim.report import InfluentialSample, QueryReport
+from lightning_gradsim.records import InfluentialSample, QueryReport
 from lightning_gradsim.sample_statistics import check_finite, labels_of
 from lightning_gradsim.suspects import SuspectTable
 

@@ -17,14 +17,8 @@ from lightning_gradsim.errors import SavedReportError
 from lightning_gradsim.history import FollowedQuery, TrendPoint
 from lightning_gradsim.plain_values import Label
 from lightning_gradsim.plan_record import LayerPlan, Plan
-from lightning_gradsim.report import (
-    REPORT_VERSION,
-    ErrorPair,
-    Histogram,
-    InfluentialSample,
-    QueryReport,
-    Report,
-)
+from lightning_gradsim.records import ErrorPair, Histogram, InfluentialSample, QueryReport
+from lightning_gradsim.report import REPORT_VERSION, Report
 from lightning_gradsim.suspects import SUSPECT_COLUMNS, SUSPECT_PARTS, SuspectTable
 from lightning_gradsim.true_labels import SuspectQuality
 

@@ -15,7 +15,7 @@ from lightning_gradsim.errors import TrainingDataError
 from lightning_gradsim.explanation import NOISY_VALIDATION, RunContext
 from lightning_gradsim.guard import preserving
 from lightning_gradsim.mislabel import DEFAULT_SCORE, add_trusted, standardise, trusted_scores
-from lightning_gradsim.report import QueryReport
+from lightning_gradsim.records import QueryReport
 from lightning_gradsim.suspects import TRUSTED, SuspectTable
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import WAY_OUT, SampleReader, make_reader

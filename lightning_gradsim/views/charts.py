@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_gradsim.report import Histogram
+from lightning_gradsim.records import Histogram
 
 
 def draw_line(name: str, form: str, epochs: Sequence[int], values: Sequence[float | None]) -> dict[str, Any] | None:

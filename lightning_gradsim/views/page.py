@@ -11,7 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
 
-from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.charts import draw_histogram, draw_line
 from lightning_gradsim.views.exhibits import Exhibit

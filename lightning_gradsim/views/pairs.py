@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_gradsim.plain_values import Label
-from lightning_gradsim.report import ErrorPair, QueryReport, Report
+from lightning_gradsim.records import ErrorPair, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.views.canvas import (
     BACKDROP,
     DOUBT,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.views.canvas import (
     BACKDROP,
     FRAME,

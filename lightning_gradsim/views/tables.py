@@ -5,7 +5,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.pairs import find_pairs

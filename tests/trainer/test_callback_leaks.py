@@ -19,8 +19,8 @@ GROWING = {
     "lightning_gradsim.history.TrendPoint",
     "lightning_gradsim.history.FollowedQuery",
     "lightning_gradsim.report.ErrorPair",
-    "lightning_gradsim.report.InfluentialSample",
-    "lightning_gradsim.report.QueryReport",
+    "lightning_gradsim.records.InfluentialSample",
+    "lightning_gradsim.records.QueryReport",
 }
 
 

@@ -12,7 +12,8 @@ import torch
 
 from lightning_gradsim.history import FollowedQuery, TrendPoint
 from lightning_gradsim.plan_record import LayerPlan, Plan
-from lightning_gradsim.report import INFLUENCE_COLUMNS, ErrorPair, Histogram, InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import INFLUENCE_COLUMNS, ErrorPair, Histogram, InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.sinks import write_report_files
 from lightning_gradsim.suspects import SUSPECT_COLUMNS, SuspectTable
 

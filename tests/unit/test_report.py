@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from lightning_gradsim import plain_values
 from lightning_gradsim.datasets import sample_ids
 from lightning_gradsim.plain_values import to_label
-from lightning_gradsim.report import INFLUENCE_COLUMNS, InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import INFLUENCE_COLUMNS, InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import SUSPECT_COLUMNS, Suspect, SuspectTable
 from tests.unit.test_golden_files import make_report as golden_report
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_gradsim import Report, load_report
 from lightning_gradsim.errors import SavedReportError
-from lightning_gradsim.report import InfluentialSample, QueryReport
+from lightning_gradsim.records import InfluentialSample, QueryReport
 from lightning_gradsim.sinks import write_report_files
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.true_labels import SuspectQuality

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_gradsim.queries import Query
-from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.shown_samples import SHOWN_QUERIES, SHOWN_SUSPECTS, SHOWN_TILES, collect_shown_samples
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.train_pass import make_reader

@@ -15,7 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_gradsim.report import INFLUENCE_COLUMNS, InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import INFLUENCE_COLUMNS, InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.sinks import files
 from lightning_gradsim.sinks.files import save_png_atomically, write_report_files, write_text_atomically
 from lightning_gradsim.suspects import SUSPECT_COLUMNS, SuspectTable

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gradsim.history import FollowedQuery, TrendPoint
-from lightning_gradsim.report import ErrorPair, Histogram
+from lightning_gradsim.records import ErrorPair, Histogram
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.views import Exhibit, report_page, to_rgb
 from lightning_gradsim.views.page import review_hints

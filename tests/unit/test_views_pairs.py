@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gradsim.report import ErrorPair, InfluentialSample
+from lightning_gradsim.records import ErrorPair, InfluentialSample
 from lightning_gradsim.views import class_pairs_markdown, class_pairs_picture
 from lightning_gradsim.views.canvas import DOUBT, INK, PAPER
 from lightning_gradsim.views.pairs import DARK, _shade, find_pairs, make_matrix

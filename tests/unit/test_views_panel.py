@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.views import canvas
 from lightning_gradsim.views.canvas import (

@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from lightning_gradsim.report import InfluentialSample, QueryReport, Report
+from lightning_gradsim.records import InfluentialSample, QueryReport
+from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.views.tables import MISTAKE_HEADS, SUSPECT_HEADS, mistakes_markdown, suspects_markdown
 
