@@ -8,7 +8,7 @@ BENCH := .bench
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-views bench-mislabel bench-lds clean
+.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-views bench-mislabel bench-lds bench-lds-peers bench-alibi clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -63,6 +63,12 @@ bench-mislabel: $(BENCH)/mislabel/.ready ## Compare mislabel scores, in the fold
 
 bench-lds: $(VENV)/.demo ## Compare scores with retraining, in the folder GRADSIM_CACHE, on mnist_60k.npz from GRADSIM_DATA
 	PYTHONPATH=. $(BIN)/python benchmarks/lds.py
+
+bench-alibi: $(VENV)/.demo $(BENCH)/alibi/.ready ## Compare values and order of scores with alibi's
+	PYTHONPATH=. $(BIN)/python benchmarks/alibi_parity.py --peers $(BENCH)
+
+bench-lds-peers: $(BENCH)/lds/.ready ## Compare scores of kronfluence and dattri with the same retraining
+	TQDM_DISABLE=1 $(BENCH)/lds/bin/python benchmarks/lds_peers.py
 
 clean: ## Remove the environment, caches and built files
 	rm -rf $(VENV) $(BENCH) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache lightning_logs

@@ -22,21 +22,10 @@ from typing import Any
 
 import torch
 from lds_scores import Variant, predictions
-from lds_tables import CHOICE, REPORT, lds, tables, ways
+from lds_tables import CHOICE, EPOCHS, REPORT, SUMS, lds, tables, ways
 from lds_truth import LOGISTIC, MLP, Kind, Mnist, checkpoints, halves, load_mnist, save, truth
 from torch import Tensor
 
-EPOCHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40, 50)
-SUMS = {
-    "1-4": (1, 2, 3, 4),
-    "1-6": (1, 2, 3, 4, 5, 6),
-    "1, 2, 4, 8": (1, 2, 4, 8),
-    "1-4, 6, 8, 10": (1, 2, 3, 4, 6, 8, 10),
-    "2-10": (2, 3, 4, 5, 6, 8, 10),
-    "1, 2, 4, 8, 15, 30, 50": (1, 2, 4, 8, 15, 30, 50),
-    "10, 20, 30, 40, 50": (10, 20, 30, 40, 50),
-    "all 14": EPOCHS,
-}
 KINDS = {"mlp": (MLP, {"last": 1, "last two": 2, "all": 3}), "logistic": (LOGISTIC, {"all": 1})}
 
 Keyed = dict[tuple[Variant, str], Tensor]

@@ -14,6 +14,18 @@ Split = tuple[slice, slice]
 CHOICE: Split = (slice(0, 250), slice(0, 50))
 REPORT: Split = (slice(250, 500), slice(50, 100))
 
+EPOCHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40, 50)
+SUMS = {
+    "1-4": (1, 2, 3, 4),
+    "1-6": (1, 2, 3, 4, 5, 6),
+    "1, 2, 4, 8": (1, 2, 4, 8),
+    "1-4, 6, 8, 10": (1, 2, 3, 4, 6, 8, 10),
+    "2-10": (2, 3, 4, 5, 6, 8, 10),
+    "1, 2, 4, 8, 15, 30, 50": (1, 2, 4, 8, 15, 30, 50),
+    "10, 20, 30, 40, 50": (10, 20, 30, 40, 50),
+    "all 14": EPOCHS,
+}
+
 
 def lds(predicted: Tensor, losses: Tensor, split: Split = (slice(None), slice(None))) -> float:
     """Mean over queries of the rank correlation over halves.
@@ -59,20 +71,8 @@ def ways(
 
 def tables(result: Mapping[str, Any], last_epoch: int) -> str:
     """Markdown: by score, by damping, by layers, by epochs; each with the rest chosen on the choice split."""
-    rows, final = result["rows"], f"epoch {last_epoch}"
-    names = list(dict.fromkeys((row["score"], row["moments"]) for row in rows))
-    forms = {
-        "last checkpoint": lambda way: way == final,
-        "one checkpoint": lambda way: way.startswith("epoch"),
-        "sum": lambda way: way.startswith("sum"),
-        "sum of equal weights": lambda way: way.startswith("equal"),
-    }
-    parts = [f"Truth against itself, trained again: {result['ceiling']:.3f}", _row(["score", "moments", *forms])]
-    parts.append(_row(["---"] * (2 + len(forms))))
-    for name in names:
-        of_score = [row for row in rows if (row["score"], row["moments"]) == name]
-        cells = [_best([row for row in of_score if fits(row["way"])]) for fits in forms.values()]
-        parts.append(_row([name[0], name[1] or "-", *cells]))
+    rows = result["rows"]
+    parts = [f"Truth against itself, trained again: {result['ceiling']:.3f}", *summary(rows, last_epoch)]
     best = max((row for row in rows if row["score"] == "influence"), key=lambda row: row["choice"])
     for column in ("damping", "layers", "way", "moments"):
         fixed = {key: best[key] for key in ("score", "moments", "damping", "layers", "way") if key != column}
@@ -82,6 +82,24 @@ def tables(result: Mapping[str, Any], last_epoch: int) -> str:
     return "\n".join(parts)
 
 
+def summary(rows: Sequence[Mapping[str, Any]], last_epoch: int) -> list[str]:
+    """Lines of a Markdown table: by score, at the last checkpoint, the best one, and the best sums along the run."""
+    final = f"epoch {last_epoch}"
+    names = list(dict.fromkeys((row["score"], row["moments"]) for row in rows))
+    forms = {
+        "last checkpoint": lambda way: way == final,
+        "one checkpoint": lambda way: way.startswith("epoch"),
+        "sum": lambda way: way.startswith("sum"),
+        "sum of equal weights": lambda way: way.startswith("equal"),
+    }
+    lines = [_row(["score", "moments", *forms]), _row(["---"] * (2 + len(forms)))]
+    for name in names:
+        of_score = [row for row in rows if (row["score"], row["moments"]) == name]
+        cells = [_best([row for row in of_score if fits(row["way"])]) for fits in forms.values()]
+        lines.append(_row([name[0], name[1] or "-", *cells]))
+    return lines
+
+
 def figure(row: Mapping[str, Any]) -> str:
     """Mean over runs and their standard deviation on the report split."""
     spread = statistics.stdev(row["report"]) if len(row["report"]) > 1 else 0.0
@@ -89,6 +107,8 @@ def figure(row: Mapping[str, Any]) -> str:
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "-"
     best = max(rows, key=lambda row: row["choice"])
     damping = f", damping {best['damping']:g}" if best["damping"] else ""
     return f"{figure(best)} ({best['way']}, layers {best['layers']}{damping})"
