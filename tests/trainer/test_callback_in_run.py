@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
 
+from lightning_gradsim import visit_statistics
 from lightning_gradsim.mislabel import MislabelStatistics, judge
 from lightning_gradsim.neighbours import neighbour_votes
 from lightning_gradsim.true_labels import TrueLabels
@@ -222,6 +223,21 @@ def test_validate_after_fit_keeps_them(tmp_path):
 
 class OwnBatches(torch.utils.data.BatchSampler):
     """A batch sampler of the user's own."""
+
+
+@pytest.mark.parametrize("steps_tell", [True, False])
+@pytest.mark.parametrize(("time_budget", "is_exact"), [(None, True), (1e6, False)])
+def test_without_a_budget_neighbours_are_those_among_all_samples(
+    tmp_path, monkeypatch, steps_tell, time_budget, is_exact
+):
+    monkeypatch.setattr(visit_statistics, "FLOPS_PER_SECOND", 1e-3)  # of a machine that is very slow
+    module = Classifier()
+    if not steps_tell:
+        module.compile(backend="eager")
+    gradsim, _, _ = fit(tmp_path, watching(time_budget=time_budget), module, max_epochs=2)
+    assert "log_margin" in read(gradsim).suspects.parts
+    assert "knn" in read(gradsim).suspects.parts
+    assert is_exact != any(note.startswith("neighbours were looked for among 26") for note in read(gradsim).notes)
 
 
 class TestWhereStepsTellNothing:
