@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -93,6 +94,7 @@ def explain(
     Source:
         Sums over checkpoints, weighted by learning rates: Pruthi et al. (2020), TracIn, arXiv:2002.08484.
     """
+    begin = time.perf_counter()
     settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget, damping=damping, keep_right=True)
     check_choice("target", target, ("true", "predicted"))
     check_count("max_train_samples", max_train_samples, optional=True)
@@ -106,11 +108,12 @@ def explain(
     with _keeping_weights(model) if checkpoints else nullcontext():
         selection, shard = _score_all(model, adapter, queries, reference, settings, target, checkpoints or (), weights)
     report, _ = make_report([Part(shard, len(reference.reader))], selection, reference, settings)
-    if len(weights) == 1:
-        return report
-    how = "" if learning_rates is None else ", weighted by learning rates"
-    note = f"scores are sums over {len(weights)} checkpoints{how}, look-alikes averages"
-    return replace(report, notes=(*report.notes, note))
+    report = report.with_suspects(report.suspects)
+    if len(weights) > 1:
+        how = "" if learning_rates is None else ", weighted by learning rates"
+        note = f"scores are sums over {len(weights)} checkpoints{how}, look-alikes averages"
+        report = replace(report, notes=(*report.notes, note))
+    return replace(report, seconds=time.perf_counter() - begin)
 
 
 def _weights(checkpoints: Sequence[Checkpoint] | None, learning_rates: Sequence[float] | None) -> list[float]:

@@ -214,3 +214,17 @@ def test_each_checkpoint_is_loaded_once(monkeypatch):
     monkeypatch.setattr(nn.Module, "load_state_dict", load)
     explain(module, data(NUM_QUERIES), data(NUM_TRAIN), checkpoints)
     assert loaded == [2, 1, 0, None]
+
+
+@pytest.mark.parametrize("number", [0, 3], ids=["at hand", "several"])
+def test_listed_samples_that_are_suspects_are_marked(number):
+    train, queries = data(NUM_TRAIN), data(NUM_QUERIES)
+    report = explain(network(), queries, train, states(number) or None, top_k=NUM_TRAIN)
+    flagged = {suspect.sample_id for suspect in report.suspects if suspect.flagged}
+    listed = [s for query in report.queries for s in (*query.harmful, *query.teachers, *query.look_alikes)]
+    assert {sample.is_suspect for sample in listed} == {False, True}
+    assert all(sample.is_suspect == (sample.sample_id in flagged) for sample in listed)
+
+
+def test_the_report_says_what_it_took():
+    assert explain(network(), data(2), data(9)).seconds > 0
