@@ -102,7 +102,7 @@ def explain(
     weights = _weights(checkpoints, learning_rates)
     adapter = adapter or Adapter()
     adapter.bind(model, loss_fn)
-    reference = make_reference(train_data, adapter, max_train_samples, seed)
+    reference = make_reference(train_data, adapter, max_train_samples, seed, pass_as="`train_data` to `explain`")
     if memory_budget is None:
         settings = replace(settings, memory_budget=default_budget(_device(model)))
     with _keeping_weights(model) if checkpoints else nullcontext():
@@ -176,7 +176,8 @@ def _choose(
     model: nn.Module, adapter: Adapter, queries: Any, target: Target
 ) -> tuple[QuerySelection, list[QueryBatch]]:
     """All queries, with what the module predicts for them."""
-    reader, batches, start = make_reader(queries, "the data of `queries`"), [], 0
+    reader = make_reader(queries, "the data of `queries`", pass_as="`queries` to `explain`")
+    batches, start = [], 0
     selection = QuerySelection(len(reader), "all")
     for ids, batch in _moved(reader.batches(), model):
         with evaluating(model), torch.no_grad():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradsim import GradSimError, explain
-from lightning_gradsim.errors import CheckpointError, LossError
+from lightning_gradsim.errors import CheckpointError, LossError, TrainingDataError
 from lightning_gradsim.scores import SIMILARITIES
 from tests.reference import one_sample_gradients, outputs_of, preconditioned
 
@@ -201,6 +201,24 @@ def test_refused(options, error, message):
     with pytest.raises(error, match=message):
         explain(module, data(NUM_QUERIES), data(NUM_TRAIN), **options)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class Broken(TensorDataset):
+    def __getitem__(self, index):
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize("argument", ["queries", "train_data"])
+def test_messages_name_the_argument(argument):
+    def given(value):
+        return {"queries": data(3), "train_data": data(9), argument: value}
+
+    way = rf"Pass a map-style dataset or a `DataLoader` over one as `{argument}` to `explain`\.$"
+    with pytest.raises(TrainingDataError, match=rf"is a `dict`\. .*{way}"):
+        explain(network(), **given({"x": torch.zeros(2, FEATURES)}))
+    broken = r"cannot be read: OSError: gone\. Repair it, or pass other .*data"
+    with pytest.raises(TrainingDataError, match=rf"{broken} as `{argument}` to `explain`\.$"):
+        explain(network(), **given(Broken(torch.zeros(3))))
 
 
 def test_each_checkpoint_is_loaded_once(monkeypatch):
