@@ -270,7 +270,7 @@ class InRun:
         notes = [EARLY] if self._settings.score == INFLUENCE else []
         if self._tap is None or not self._tap.left_out:
             return notes
-        left_out = "; ".join(f"{number} of {reason}" for reason, number in self._tap.left_out.items())
+        left_out = "; ".join(f"{number:,}, as {reason}" for reason, number in self._tap.left_out.items())
         return [*notes, f"suspects leave out visits of training samples: {left_out}"]
 
     def _flush(self) -> None:

@@ -35,9 +35,9 @@ LOSS_TOLERANCE = 0.01
 """Relative difference of losses below which it has, where that gradient is not seen. Alone it would not do: before the
 model has learned anything, all labels have about the same loss."""
 
-SOFT = "soft labels"
+SOFT = "the labels are soft"
 MIXED = "the step trained on something else than the batch's own labels (mixed inputs or labels, another loss?)"
-NOT_FINITE = "features or logits that are not finite in half precision"
+NOT_FINITE = "features or logits are not finite in half precision"
 UNSEEN = "the head was not called with the samples of the batch"
 
 

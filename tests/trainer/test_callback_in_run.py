@@ -240,6 +240,22 @@ def test_without_a_budget_neighbours_are_those_among_all_samples(
     assert is_exact != any(note.startswith("neighbours were looked for among 26") for note in read(gradsim).notes)
 
 
+class MixesOnce(Classifier):
+    """Mixes the labels of one step, after the first ones, whose loss is looked at."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x, y.roll(1)) if batch_idx == 4 else batch, batch_idx)
+
+
+def test_visits_that_are_left_out_are_counted_in_a_sentence(tmp_path):
+    gradsim, _, _ = fit(tmp_path, watching(), MixesOnce())
+    assert (
+        "suspects leave out visits of training samples: 10, as the step trained on something else than the batch's own "
+        "labels (mixed inputs or labels, another loss?)"
+    ) in read(gradsim).notes
+
+
 class TestWhereStepsTellNothing:
     """Passes do: see ``test_callback_passes.py``."""
 
