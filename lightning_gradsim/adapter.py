@@ -15,7 +15,7 @@ from lightning_gradsim.arguments import with_article
 from lightning_gradsim.batches import take_sample
 from lightning_gradsim.datasets import TARGET_KEYS
 from lightning_gradsim.errors import BatchFormatError, LossError
-from lightning_gradsim.losses import LossFunction, PerSampleLoss, cross_entropy, find_loss
+from lightning_gradsim.losses import LossFunction, PerSampleLoss, cross_entropy, find_loss, index_hint
 from lightning_gradsim.precision import raise_half
 from lightning_gradsim.tasks import Outcome, Task, check_class_indices, predicted_targets, read_outcome
 
@@ -104,9 +104,13 @@ class Adapter:
             raise BatchFormatError(
                 f"A batch has the keys {sorted(map(str, batch))}; {len(keys)} of them are known target keys. Expected "
                 f"one of {', '.join(TARGET_KEYS)} with a tensor. Pass an `Adapter` subclass as `adapter=`."
+                if len(keys) != 1
+                else f"The entry `{keys[0]}` of a batch is {_no_tensor(batch[keys[0]])}"
             )
         if isinstance(batch, (list, tuple)) and len(batch) == 2 and isinstance(batch[1], Tensor):
             return batch[0], batch[1]
+        if isinstance(batch, (list, tuple)) and len(batch) == 2:
+            raise BatchFormatError(f"The second part of a batch, its targets, is {_no_tensor(batch[1])}")
         form = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (list, tuple)) else type(batch).__name__
         raise BatchFormatError(
             f"A batch is {with_article(form)}. Expected (inputs, targets) with a tensor of targets, or a mapping with "
@@ -315,9 +319,25 @@ class Adapter:
         raise LossError(
             f"No loss is known for outputs of shape {tuple(logits.shape)} and targets of shape {tuple(targets.shape)} "
             f"({targets.dtype}): the module has no criterion attribute, and cross-entropy is the default for integer "
-            "targets [B] and logits [B, C] only. Pass `loss_fn=` to `GradSimCallback`, a function of (outputs, "
-            "targets) that returns one loss a sample."
+            f"targets [B] and logits [B, C] only. {index_hint(logits, targets)}Pass `loss_fn=` to `GradSimCallback`, "
+            "a function of (outputs, targets) that returns one loss a sample."
         )
+
+
+def _no_tensor(targets: Any) -> str:
+    """What targets are that are no tensor, and what to do."""
+    kind = f"`{type(targets).__name__}`"
+    first = next(iter(targets), None) if isinstance(targets, (list, tuple)) else targets
+    words = f"{with_article(kind)} of `{type(first).__name__}`" if first is not targets else with_article(kind)
+    if isinstance(first, str):
+        return (
+            f"{words} such as {first!r:.40}. Expected a tensor, for classes of their numbers. Let the dataset give a "
+            "number for each class, or pass an `Adapter` subclass as `adapter=` whose `split` maps them to numbers."
+        )
+    return (
+        f"{words}. Expected a tensor. Let the dataset or its `collate_fn` give one, or pass an `Adapter` subclass as "
+        "`adapter=` whose `split` makes one."
+    )
 
 
 def find_logits(output: Any) -> Tensor | None:

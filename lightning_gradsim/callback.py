@@ -72,9 +72,10 @@ class GradSimCallback(Callback):
         every_n_steps: Instead, look at each validation at least that many steps after the last one looked at.
         warmup_epochs: Look at none in that many first epochs.
         last_epoch_only: Instead, look at the last validation of the run only, early stopping included.
-        time_budget: Share of the training time that the callback may take; ``None`` for no limit. A pass then reads as
-            many training samples as fit, taking turns until all were read, and a validation for which too little is
-            left is passed over. The first and the last report may read for a second in any case.
+        time_budget: Share of the training time that the callback may take; ``None`` for no limit: then nothing depends
+            on the speed of the machine. Under a budget, a pass reads as many training samples as fit, taking turns
+            until all were read, and a validation for which too little is left is passed over. The first and the last
+            report may read for a second in any case. Neighbours, too, are looked for among as many samples as fit.
         final_pass: Whether the last report of a run is against all training samples, beyond the budget if need be.
         mode: ``"pass"``: a report is of one pass over the training data. ``"in_run"``: from the second epoch on, what
             training steps have shown of the head tells which training samples may be in a list; those are read again
@@ -222,7 +223,15 @@ class GradSimCallback(Callback):
         watched = None if mislabel_score is None else InRunSettings(mislabel_score, max_state_mb, seed)
         in_run = None if watched is None else InRun(self.adapter, watched)
         self._watch = TrainingWatch(
-            self.adapter, in_run, id_key, self._supervisor, self._clock, self._failures, truth, trusted_val=trusted_val
+            self.adapter,
+            in_run,
+            id_key,
+            self._supervisor,
+            self._clock,
+            self._failures,
+            truth,
+            trusted_val=trusted_val,
+            has_budget=time_budget is not None,
         )
         self._budget = TimeBudget(None, self._clock)
         self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)

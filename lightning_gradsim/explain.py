@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -93,6 +94,7 @@ def explain(
     Source:
         Sums over checkpoints, weighted by learning rates: Pruthi et al. (2020), TracIn, arXiv:2002.08484.
     """
+    begin = time.perf_counter()
     settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget, damping=damping, keep_right=True)
     check_choice("target", target, ("true", "predicted"))
     check_count("max_train_samples", max_train_samples, optional=True)
@@ -100,17 +102,18 @@ def explain(
     weights = _weights(checkpoints, learning_rates)
     adapter = adapter or Adapter()
     adapter.bind(model, loss_fn)
-    reference = make_reference(train_data, adapter, max_train_samples, seed)
+    reference = make_reference(train_data, adapter, max_train_samples, seed, pass_as="`train_data` to `explain`")
     if memory_budget is None:
         settings = replace(settings, memory_budget=default_budget(_device(model)))
     with _keeping_weights(model) if checkpoints else nullcontext():
         selection, shard = _score_all(model, adapter, queries, reference, settings, target, checkpoints or (), weights)
     report, _ = make_report([Part(shard, len(reference.reader))], selection, reference, settings)
-    if len(weights) == 1:
-        return report
-    how = "" if learning_rates is None else ", weighted by learning rates"
-    note = f"scores are sums over {len(weights)} checkpoints{how}, look-alikes averages"
-    return replace(report, notes=(*report.notes, note))
+    report = report.with_suspects(report.suspects)
+    if len(weights) > 1:
+        how = "" if learning_rates is None else ", weighted by learning rates"
+        note = f"scores are sums over {len(weights)} checkpoints{how}, look-alikes averages"
+        report = replace(report, notes=(*report.notes, note))
+    return replace(report, seconds=time.perf_counter() - begin)
 
 
 def _weights(checkpoints: Sequence[Checkpoint] | None, learning_rates: Sequence[float] | None) -> list[float]:
@@ -173,7 +176,8 @@ def _choose(
     model: nn.Module, adapter: Adapter, queries: Any, target: Target
 ) -> tuple[QuerySelection, list[QueryBatch]]:
     """All queries, with what the module predicts for them."""
-    reader, batches, start = make_reader(queries, "the data of `queries`"), [], 0
+    reader = make_reader(queries, "the data of `queries`", pass_as="`queries` to `explain`")
+    batches, start = [], 0
     selection = QuerySelection(len(reader), "all")
     for ids, batch in _moved(reader.batches(), model):
         with evaluating(model), torch.no_grad():

@@ -24,6 +24,7 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.rereading import NOTHING_CHOSEN, Finding, Rereading, Tapped
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import (
+    PASS_AS,
     SampleReader,
     differs_on_second_read,
     has_known_sampler,
@@ -165,7 +166,12 @@ class Reference:
 
 
 def make_reference(
-    source: Any, adapter: Adapter, max_train_samples: int | None, seed: int, num_batches: int | None = None
+    source: Any,
+    adapter: Adapter,
+    max_train_samples: int | None,
+    seed: int,
+    num_batches: int | None = None,
+    pass_as: str = PASS_AS,
 ) -> Reference:
     """Read what must be known of the training data before a pass.
 
@@ -175,11 +181,12 @@ def make_reference(
         max_train_samples: Compare with at most that many.
         seed: Seed of the choice.
         num_batches: Read the first batches only, for a trial run.
+        pass_as: As what a user passes the source, in messages.
 
     Returns:
         The reference.
     """
-    reader = make_reader(source)
+    reader = make_reader(source, pass_as=pass_as)
     augmented = differs_on_second_read(reader)
     notes = []
     if reorders_samples(reader):

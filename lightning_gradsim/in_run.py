@@ -156,13 +156,14 @@ class InRun:
         if self._tap is not None:
             self._tap.remove()
 
-    def end_epoch(self, epoch: int, *, is_last: bool, seconds: float) -> bool:
+    def end_epoch(self, epoch: int, *, is_last: bool, seconds: float | None) -> bool:
         """Look for neighbours, after epochs 2, 4, 8, ... and the last one.
 
         Args:
             epoch: Epochs so far, from 1; nothing happens for one that had its round.
             is_last: Whether the run ends with it.
-            seconds: Time that training has taken since the last round.
+            seconds: Time that training has taken since the last round, of which neighbours may take a share; ``None``
+                for no limit.
 
         Returns:
             Whether there was a round.
@@ -269,7 +270,7 @@ class InRun:
         notes = [EARLY] if self._settings.score == INFLUENCE else []
         if self._tap is None or not self._tap.left_out:
             return notes
-        left_out = "; ".join(f"{number} of {reason}" for reason, number in self._tap.left_out.items())
+        left_out = "; ".join(f"{number:,}, as {reason}" for reason, number in self._tap.left_out.items())
         return [*notes, f"suspects leave out visits of training samples: {left_out}"]
 
     def _flush(self) -> None:

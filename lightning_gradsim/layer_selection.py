@@ -20,6 +20,7 @@ predicate of (name, layer)."""
 Selection = dict[str, tuple[str, ...]]
 """Names of the chosen layers, each with the names of the chosen parameters in it."""
 
+KEYWORDS = ("last", "last:2", "last:3", "all")
 MAX_LISTED = 10
 THE_MODULE = "(the module)"
 """What the layer that has no name, the module itself, is called where people read."""
@@ -204,6 +205,8 @@ def _matches(module: nn.Module, part: str | type[nn.Module], layers: Mapping[str
 
 def _no_match(module: nn.Module, part: str, layers: Mapping[str, nn.Module]) -> str:
     known = dict(module.named_modules())
+    if part == "all" or _number_of_last(part) is not None:
+        return f"`layers` holds {part!r} among others. Expected it alone: `layers={part!r}`."
     if part in known:
         return (
             f"Layer `{part}` (`{type(known[part]).__name__}`) has no trainable parameter, so it has no gradient. Set "
@@ -215,7 +218,9 @@ def _no_match(module: nn.Module, part: str, layers: Mapping[str, nn.Module]) -> 
             f"{_listed(layers)}."
         )
     parameters = [full for name, layer in layers.items() for full in _full_names(name, list(own_parameters(layer)))]
-    closest = difflib.get_close_matches(part, [*filter(None, layers), *parameters], n=3, cutoff=0.4)
+    keyword = difflib.get_close_matches(part, KEYWORDS, n=1, cutoff=0.7)
+    names = [*keyword, *filter(None, layers), *parameters]
+    closest = difflib.get_close_matches(part, names, n=3, cutoff=0.4)
     if closest and closest[0] in layers:
         closest = [name for name in closest if name in layers]
     hint = (

@@ -124,8 +124,9 @@ class PerSampleLoss:
         except (TypeError, ValueError, RuntimeError) as error:
             raise LossError(
                 f"The loss from {self.source} failed on outputs of shape {tuple(logits.shape)} ({logits.dtype}) and "
-                f"targets of shape {tuple(targets.shape)} ({targets.dtype}): {str(error).rstrip('.')}. Pass `loss_fn=` "
-                "to `GradSimCallback`, a function of (outputs, targets) that returns one loss a sample."
+                f"targets of shape {tuple(targets.shape)} ({targets.dtype}): {str(error).rstrip('.')}. "
+                f"{index_hint(logits, targets)}Pass `loss_fn=` to `GradSimCallback`, a function of (outputs, targets) "
+                "that returns one loss a sample."
             ) from error
         if values.ndim == 0 or values.shape[0] != logits.shape[0]:
             raise LossError(
@@ -197,6 +198,31 @@ def find_loss(module: nn.Module, loss_fn: nn.Module | LossFunction | None = None
             )
         return PerSampleLoss(f"`{type(module).__name__}.{name}` ({type(criterion).__name__})", criterion)
     return None
+
+
+def index_hint(logits: Tensor, targets: Tensor) -> str:
+    """What to do about targets that may be class indices in another form.
+
+    Args:
+        logits: Model outputs.
+        targets: Targets that a loss has refused.
+
+    Returns:
+        Sentences; empty where they are something else.
+    """
+    is_column = targets.ndim == 2 and targets.shape[1] == 1
+    several = logits.ndim == 2 and logits.shape[1] > 1
+    if not several or not (is_column or targets.ndim == 1) or not _are_whole(targets):
+        return ""
+    change = f"{'[:, 0]' if is_column else ''}{'.long()' if targets.is_floating_point() else ''}"
+    return (
+        f"If these targets are class indices, let the dataset give integers [B], or pass an `Adapter` subclass as "
+        f"`adapter=` whose `split` returns `targets{change}`. Otherwise: "
+    )
+
+
+def _are_whole(values: Tensor) -> bool:
+    return not values.is_floating_point() or bool((values == values.round()).all())
 
 
 @functools.cache

@@ -110,12 +110,12 @@ class PassVisits:
         current, self._current = self._current, None
         return self.reason, {} if current is None else current.state_dict()
 
-    def end_pass(self, states: Sequence[tuple[str | None, Mapping[str, Any]]], seconds: float) -> None:
+    def end_pass(self, states: Sequence[tuple[str | None, Mapping[str, Any]]], seconds: float | None) -> None:
         """Count a pass, and look for neighbours among what it has read.
 
         Args:
             states: What ``state_dict_of_pass`` gave on each process.
-            seconds: Time since the last pass, of which neighbours may take a share.
+            seconds: Time since the last pass, of which neighbours may take a share; ``None`` for no limit.
         """
         reasons = [reason for reason, _ in states if reason is not None]
         if reasons:

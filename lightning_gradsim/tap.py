@@ -19,6 +19,7 @@ from lightning_gradsim.guard import is_compiled
 from lightning_gradsim.head_gradients import output_grads
 from lightning_gradsim.head_search import HeadSearch, Seen, has_row_a_sample, take_copies
 from lightning_gradsim.tapped_samples import TappedBlock
+from lightning_gradsim.tasks import Task
 
 MAX_WAITING_STEPS = 128
 """Steps whose outputs are looked at together: calls for a few dozen samples cost more than what they compute."""
@@ -34,9 +35,9 @@ LOSS_TOLERANCE = 0.01
 """Relative difference of losses below which it has, where that gradient is not seen. Alone it would not do: before the
 model has learned anything, all labels have about the same loss."""
 
-SOFT = "soft labels"
+SOFT = "the labels are soft"
 MIXED = "the step trained on something else than the batch's own labels (mixed inputs or labels, another loss?)"
-NOT_FINITE = "features or logits that are not finite in half precision"
+NOT_FINITE = "features or logits are not finite in half precision"
 UNSEEN = "the head was not called with the samples of the batch"
 
 
@@ -209,7 +210,7 @@ class Tap:
         features = torch.cat([visit.features for visit in visits]).cpu()
         logits, targets = logits.cpu(), targets.cpu()
         finite = features.isfinite().all(1) & logits.half().isfinite().all(1)
-        hard = _are_hard(targets) if targets.shape == logits.shape and targets.ndim == 2 else torch.ones_like(finite)
+        hard = _are_hard(targets) if self._are_labels(logits, targets) else torch.ones_like(finite)
         rows = hard & own & finite
         number = int(rows.sum())
         self.num_tapped += number
@@ -224,6 +225,13 @@ class Tap:
         steps = torch.tensor([visit.step for visit in visits])[visit_of]
         block = TappedBlock(torch.cat([visit.ids for visit in visits]), features, logits, targets, steps, features)
         self._consume(block if number == len(rows) else block.rows(rows))
+
+    def _are_labels(self, logits: Tensor, targets: Tensor) -> bool:
+        """Whether targets are a probability for each output, and no value of a regression."""
+        if targets.ndim != 2 or targets.shape != logits.shape:
+            return False
+        is_single = targets.shape[1] == 1
+        return not is_single or self._adapter.step_from_logits(logits[:1], targets[:1]).task is not Task.REGRESSION
 
     def _trained_on_own_labels(
         self, visits: Sequence[_Visit], logits: Tensor, targets: Tensor, visit_of: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from traceback import clear_frames
 from typing import Any
 
@@ -31,10 +31,10 @@ from lightning_gradsim.batches import tensors_of
 from lightning_gradsim.datasets import Relabelled, sample_ids
 from lightning_gradsim.errors import TrainingDataError
 
-WAY_OUT = "Pass a map-style dataset or a `DataLoader` over one as `train_data=` to `GradSimCallback`."
+PASS_AS = "`train_data=` to `GradSimCallback`"
+WAY_OUT = f"Pass a map-style dataset or a `DataLoader` over one as {PASS_AS}."
 FROM_WORKER = "Caught "
 """How torch begins the message of an exception that a worker has raised."""
-REPAIR = "Repair it, or pass other training data as `train_data=` to `GradSimCallback`."
 DEFAULT_BATCH_SIZE = 64
 RUNS_A_SHARE = 4
 """Runs of neighbours that a process's share has at least."""
@@ -54,6 +54,7 @@ class SampleReader:
         positions: Position in the dataset of every id, int64 ``[N]``.
         batch_size: Samples a batch.
         options: Further arguments for ``DataLoader``.
+        pass_as: As what a user passes other samples, in words.
     """
 
     dataset: Dataset[Any]
@@ -61,6 +62,7 @@ class SampleReader:
     positions: Tensor
     batch_size: int
     options: Mapping[str, Any]
+    pass_as: str = PASS_AS
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -80,7 +82,7 @@ class SampleReader:
         Returns:
             The reader.
         """
-        return SampleReader(self.dataset, self.ids[indices], self.positions[indices], self.batch_size, self.options)
+        return replace(self, ids=self.ids[indices], positions=self.positions[indices])
 
     def share(self, rank: int, world_size: int) -> SampleReader:
         """A reader of one process's share of the samples.
@@ -132,6 +134,7 @@ class SampleReader:
     def _what_failed(self, start: int, error: Exception) -> str:
         """Which sample it is: they are read once more, one at a time."""
         kind, num_workers = f"`{type(self.dataset).__name__}`", self.options["num_workers"]
+        repair = f"Repair it, or pass other data as {self.pass_as}."
         # A worker that dies says nothing of where, and may have been some batches ahead.
         num_batches = 1 if str(error).startswith(FROM_WORKER) else 1 + 2 * num_workers
         rows = slice(start, start + self.batch_size * num_batches)
@@ -142,9 +145,9 @@ class SampleReader:
                 next(sample_ids)
         except Exception as own:
             clear_frames(own.__traceback__)
-            return f"Sample {next(sample_ids)} of {kind} cannot be read: {_in_words(own)}. {REPAIR}"
+            return f"Sample {next(sample_ids)} of {kind} cannot be read: {_in_words(own)}. {repair}"
         ids = self.ids[start : start + self.batch_size].tolist()
-        return f"Samples {ids[:10]} of {kind} can be read one by one, but not as a batch: {_in_words(error)}. {REPAIR}"
+        return f"Samples {ids[:10]} of {kind} can be read one by one, but not as a batch: {_in_words(error)}. {repair}"
 
     def known(self, sample_ids: Sequence[int]) -> list[int]:
         """Those of some ids that this reader has, in their order."""
@@ -162,10 +165,12 @@ class SampleReader:
         """
         sorted_ids, order = self.ids.sort()
         indices = order[torch.searchsorted(sorted_ids, torch.tensor(sample_ids, dtype=torch.long))]
-        return SampleReader(self.dataset, self.ids[indices], self.positions[indices], 1, self.options)
+        return replace(self, ids=self.ids[indices], positions=self.positions[indices], batch_size=1)
 
 
-def make_reader(source: Any, name: str = "the training data", batch_size: int | None = None) -> SampleReader:
+def make_reader(
+    source: Any, name: str = "the training data", batch_size: int | None = None, pass_as: str = PASS_AS
+) -> SampleReader:
     """A reader of what the user trains with.
 
     Args:
@@ -173,6 +178,7 @@ def make_reader(source: Any, name: str = "the training data", batch_size: int | 
             ``pin_memory`` and batch size are taken over.
         name: What to call the source in messages.
         batch_size: Samples a batch; by default the loader's, else 64.
+        pass_as: As what a user passes it, in messages.
 
     Returns:
         The reader of all samples, each id once.
@@ -180,33 +186,34 @@ def make_reader(source: Any, name: str = "the training data", batch_size: int | 
     Raises:
         TrainingDataError: If samples cannot be read by index, or there are none.
     """
+    way_out = WAY_OUT.replace(PASS_AS, pass_as)
     loader = source if isinstance(source, DataLoader) else None
     dataset = source.dataset if loader is not None else source
     if isinstance(dataset, IterableDataset):
         raise TrainingDataError(
             f"{_capital(name)} is an iterable dataset (`{type(dataset).__name__}`), whose samples have no index. "
-            f"{WAY_OUT}"
+            f"{way_out}"
         )
     if (loader is None and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))) or _is_collection(
         dataset
     ):
         raise TrainingDataError(
             f"{_capital(name)} is {with_article(f'`{type(source).__name__}`')}. Expected one `DataLoader` or map-style "
-            f"dataset. {WAY_OUT}"
+            f"dataset. {way_out}"
         )
     if loader is not None and loader.batch_sampler is None:
         raise TrainingDataError(
             f"{_capital(name)} is a `DataLoader` with `batch_size=None`, whose batches are made by the dataset, so "
-            f"single samples cannot be read. {WAY_OUT}"
+            f"single samples cannot be read. {way_out}"
         )
     if not hasattr(dataset, "__len__") or len(dataset) == 0:
-        raise TrainingDataError(f"{_capital(name)} has no samples. {WAY_OUT}")
+        raise TrainingDataError(f"{_capital(name)} has no samples. {way_out}")
     ids, positions = _first_of_each(sample_ids(dataset))
     if loader is not None and isinstance(loader.sampler, SubsetRandomSampler):
         drawn = torch.isin(positions, torch.as_tensor(list(loader.sampler.indices), dtype=torch.long))
         ids, positions = ids[drawn], positions[drawn]
     size = batch_size or (loader and loader.batch_size) or DEFAULT_BATCH_SIZE
-    return SampleReader(dataset, ids, positions, size, _loader_options(loader, dataset))
+    return SampleReader(dataset, ids, positions, size, _loader_options(loader, dataset), pass_as)
 
 
 def is_in_order(loader: Any) -> bool:

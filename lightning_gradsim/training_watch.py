@@ -52,6 +52,7 @@ class TrainingWatch:
         failures: Tells of what fails.
         true_labels: Known true labels, to be checked as soon as the kind of task is known.
         trusted_val: Whether validation labels are to be learned, likewise.
+        has_budget: Whether looking for neighbours has to keep to a share of the training time.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class TrainingWatch:
         true_labels: TrueLabels | None = None,
         *,
         trusted_val: bool = False,
+        has_budget: bool = True,
     ) -> None:
         self._adapter = self._step_adapter = adapter
         self._in_run = in_run
@@ -73,6 +75,7 @@ class TrainingWatch:
         self._clock = clock
         self._failures = failures
         self._true_labels, self._trusted_val = true_labels, trusted_val
+        self._has_budget = has_budget
         self._loss_check = LossCheck()
         self._seconds_at_round = self._seconds_at_pass = 0.0
         self._gradients = ValidationGradients()
@@ -174,7 +177,8 @@ class TrainingWatch:
         self._supervisor.stage = WATCH
         with self._supervisor.optional(trainer, self._in_run.give_up), self._supervisor.isolated(trainer):
             now = self._clock.other_seconds
-            if self._in_run.end_epoch(epoch + 1, is_last=is_last, seconds=now - self._seconds_at_round):
+            seconds = now - self._seconds_at_round if self._has_budget else None
+            if self._in_run.end_epoch(epoch + 1, is_last=is_last, seconds=seconds):
                 self._seconds_at_round = now
 
     @contextmanager
@@ -288,7 +292,8 @@ class TrainingWatch:
         if self._in_run is None:
             return None, ()
         now = self._clock.other_seconds
-        self._in_run.passes.end_pass(visits, now - self._seconds_at_pass + self._clock.validation_seconds)
+        seconds = now - self._seconds_at_pass + self._clock.validation_seconds if self._has_budget else None
+        self._in_run.passes.end_pass(visits, seconds)
         self._seconds_at_pass = now
         accuracy = None
         if report.task != Task.REGRESSION.value and report.num_validation_samples:

@@ -135,11 +135,11 @@ class VisitStatistics:
                 self.num_samples, self._num_outputs, step.task, columns, sync_on_compute=False
             )
 
-    def look_for_neighbours(self, seconds: float, weight: float) -> None:
+    def look_for_neighbours(self, seconds: float | None, weight: float) -> None:
         """A round of neighbours among the newest features; ``NEIGHBOURS`` samples or fewer make none.
 
         Args:
-            seconds: Time since the last round, of which a share may be taken.
+            seconds: Time since the last round, of which a share may be taken; ``None`` for no limit.
             weight: Weight of the round.
         """
         block = self.samples.compute()
@@ -149,7 +149,7 @@ class VisitStatistics:
             block.features,
             self._labels(block),
             k=NEIGHBOURS,
-            max_flops=NEIGHBOUR_SHARE * seconds * FLOPS_PER_SECOND,
+            max_flops=None if seconds is None else NEIGHBOUR_SHARE * seconds * FLOPS_PER_SECOND,
             seed=self._settings.seed,
         )
         self._statistics.add_neighbours(block.ids, votes, weight=weight)

@@ -262,7 +262,7 @@ def nan_in_validation(_: pytest.MonkeyPatch, trap: Trap) -> dict[str, Any]:
 
 
 REPAIR = 'Repair what the traceback shows, or pass `on_error="raise"` to stop at such a failure.'
-WAY_OUT = "Repair it, or pass other training data as `train_data=` to `GradSimCallback`."
+WAY_OUT = "Repair it, or pass other data as `train_data=` to `GradSimCallback`."
 WRITING = "The report is in `callback.report`."
 
 FAULTS = (

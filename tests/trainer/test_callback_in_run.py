@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
 
+from lightning_gradsim import visit_statistics
 from lightning_gradsim.mislabel import MislabelStatistics, judge
 from lightning_gradsim.neighbours import neighbour_votes
 from lightning_gradsim.true_labels import TrueLabels
@@ -222,6 +223,37 @@ def test_validate_after_fit_keeps_them(tmp_path):
 
 class OwnBatches(torch.utils.data.BatchSampler):
     """A batch sampler of the user's own."""
+
+
+@pytest.mark.parametrize("steps_tell", [True, False])
+@pytest.mark.parametrize(("time_budget", "is_exact"), [(None, True), (1e6, False)])
+def test_without_a_budget_neighbours_are_those_among_all_samples(
+    tmp_path, monkeypatch, steps_tell, time_budget, is_exact
+):
+    monkeypatch.setattr(visit_statistics, "FLOPS_PER_SECOND", 1e-3)  # of a machine that is very slow
+    module = Classifier()
+    if not steps_tell:
+        module.compile(backend="eager")
+    gradsim, _, _ = fit(tmp_path, watching(time_budget=time_budget), module, max_epochs=2)
+    assert "log_margin" in read(gradsim).suspects.parts
+    assert "knn" in read(gradsim).suspects.parts
+    assert is_exact != any(note.startswith("neighbours were looked for among 26") for note in read(gradsim).notes)
+
+
+class MixesOnce(Classifier):
+    """Mixes the labels of one step, after the first ones, whose loss is looked at."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x, y.roll(1)) if batch_idx == 4 else batch, batch_idx)
+
+
+def test_visits_that_are_left_out_are_counted_in_a_sentence(tmp_path):
+    gradsim, _, _ = fit(tmp_path, watching(), MixesOnce())
+    assert (
+        "suspects leave out visits of training samples: 10, as the step trained on something else than the batch's own "
+        "labels (mixed inputs or labels, another loss?)"
+    ) in read(gradsim).notes
 
 
 class TestWhereStepsTellNothing:

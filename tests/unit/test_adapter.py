@@ -114,10 +114,16 @@ def test_find_logits():
         (torch.zeros(3), r"A batch is a Tensor"),
         ((torch.zeros(3),), r"A batch is a tuple of 1"),
         ([torch.zeros(3)] * 3, r"A batch is a list of 3"),
-        ((torch.zeros(3), [1, 2, 3]), r"A batch is a tuple of 2"),
+        ((torch.zeros(3), [1, 2, 3]), r"its targets, is a `list` of `int`\. Expected a tensor"),
+        ((torch.zeros(3), None), r"its targets, is a `NoneType`\. Expected a tensor"),
+        (
+            [torch.zeros(2), ("cat", "dog")],
+            r"its targets, is a `tuple` of `str` such as 'cat'\..* maps them to numbers",
+        ),
         ({"image": torch.zeros(3)}, r"keys \['image'\]; 0 of them are known target keys"),
         ({"label": torch.zeros(3), "y": torch.zeros(3)}, r"keys \['label', 'y'\]; 2 of them"),
-        ({"x": torch.zeros(3), "label": [1, 2, 3]}, r"keys \['label', 'x'\].*with a tensor"),
+        ({"x": torch.zeros(3), "label": [1, 2, 3]}, r"The entry `label` of a batch is a `list` of `int`\. Expected a"),
+        ({"x": torch.zeros(2), "label": ["cat", "dog"]}, r"`label` .* `list` of `str` such as 'cat'\..*to numbers"),
     ],
 )
 def test_batches_that_cannot_be_read(batch, words):
@@ -215,6 +221,29 @@ def test_no_loss_is_made_up(x, targets):
     assert str(tuple(targets.shape)) in str(caught.value)
     assert str(targets.dtype) in str(caught.value)
     assert "`loss_fn=`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("targets", "change"),
+    [
+        (torch.ones(BATCH), "targets.long()"),
+        (torch.ones(BATCH, 1).long(), "targets[:, 0]"),
+        (torch.ones(BATCH, 1), "targets[:, 0].long()"),
+    ],
+)
+@pytest.mark.parametrize("criterion", [None, nn.CrossEntropyLoss()], ids=["none", "cross-entropy"])
+def test_class_indices_in_another_form_are_told_how_to_be_read(x, targets, change, criterion):
+    module = Plain() if criterion is None else Plain(criterion=criterion)
+    with pytest.raises(LossError) as caught:
+        bound(module).step(module, (x, targets))
+    assert f"whose `split` returns `{change}`" in str(caught.value)
+
+
+@pytest.mark.parametrize("targets", [torch.full((BATCH,), 0.5), torch.ones(BATCH, CLASSES)])
+def test_other_targets_are_not_taken_for_class_indices(x, targets):
+    with pytest.raises(LossError) as caught:
+        bound(Plain()).step(Plain(), (x, targets))
+    assert "class indices" not in str(caught.value)
 
 
 def test_the_source_of_the_loss_is_said():

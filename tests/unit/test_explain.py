@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gradsim import GradSimError, explain
-from lightning_gradsim.errors import CheckpointError, LossError
+from lightning_gradsim.errors import CheckpointError, LossError, TrainingDataError
 from lightning_gradsim.scores import SIMILARITIES
 from tests.reference import one_sample_gradients, outputs_of, preconditioned
 
@@ -203,6 +203,24 @@ def test_refused(options, error, message):
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+class Broken(TensorDataset):
+    def __getitem__(self, index):
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize("argument", ["queries", "train_data"])
+def test_messages_name_the_argument(argument):
+    def given(value):
+        return {"queries": data(3), "train_data": data(9), argument: value}
+
+    way = rf"Pass a map-style dataset or a `DataLoader` over one as `{argument}` to `explain`\.$"
+    with pytest.raises(TrainingDataError, match=rf"is a `dict`\. .*{way}"):
+        explain(network(), **given({"x": torch.zeros(2, FEATURES)}))
+    broken = r"cannot be read: OSError: gone\. Repair it, or pass other .*data"
+    with pytest.raises(TrainingDataError, match=rf"{broken} as `{argument}` to `explain`\.$"):
+        explain(network(), **given(Broken(torch.zeros(3))))
+
+
 def test_each_checkpoint_is_loaded_once(monkeypatch):
     module, loaded, plain_load = network(), [], nn.Module.load_state_dict
 
@@ -214,3 +232,17 @@ def test_each_checkpoint_is_loaded_once(monkeypatch):
     monkeypatch.setattr(nn.Module, "load_state_dict", load)
     explain(module, data(NUM_QUERIES), data(NUM_TRAIN), checkpoints)
     assert loaded == [2, 1, 0, None]
+
+
+@pytest.mark.parametrize("number", [0, 3], ids=["at hand", "several"])
+def test_listed_samples_that_are_suspects_are_marked(number):
+    train, queries = data(NUM_TRAIN), data(NUM_QUERIES)
+    report = explain(network(), queries, train, states(number) or None, top_k=NUM_TRAIN)
+    flagged = {suspect.sample_id for suspect in report.suspects if suspect.flagged}
+    listed = [s for query in report.queries for s in (*query.harmful, *query.teachers, *query.look_alikes)]
+    assert {sample.is_suspect for sample in listed} == {False, True}
+    assert all(sample.is_suspect == (sample.sample_id in flagged) for sample in listed)
+
+
+def test_the_report_says_what_it_took():
+    assert explain(network(), data(2), data(9)).seconds > 0

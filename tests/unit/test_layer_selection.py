@@ -139,6 +139,20 @@ def test_near_names_are_offered(module, typed, closest):
     assert "GradSimCallback.available_layers(model)" in message
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("lastt", "last"), ("lst", "last"), ("Last", "last"), ("last3", "last:3"), ("al", "all")]
+)
+def test_keywords_are_offered(module, typed, meant):
+    with pytest.raises(LayerSelectionError, match=rf"Closest: `{meant}`"):
+        select_layers(module, typed)
+
+
+@pytest.mark.parametrize("keyword", ["last", "last:2", "all"])
+def test_keywords_stand_alone(module, keyword):
+    with pytest.raises(LayerSelectionError, match=f"holds '{keyword}' among others. Expected it alone"):
+        select_layers(module, ["head", keyword])
+
+
 def test_a_name_like_nothing_gets_the_whole_list(module):
     with pytest.raises(LayerSelectionError, match=r"Trainable layers: `encoder.0`, `encoder.2`"):
         select_layers(module, ["head", "qqqqqqqqqqq"])

@@ -300,6 +300,23 @@ def test_soft_labels_throughout_close_the_tap():
     assert run.tap.reason == SOFT
 
 
+class OneOutput(Net):
+    def __init__(self, criterion):
+        super().__init__(criterion)
+        self.head = nn.Linear(WIDTH, 1)
+
+
+def test_values_of_a_regression_in_a_column_are_no_soft_labels():
+    run = Run(OneOutput(nn.MSELoss()), batch=lambda step: make_batch(step, lambda x: x[:, :1] + x[:, 1:2]), number=40)
+    assert_taken(run)
+    assert not run.tap.left_out
+
+
+def test_soft_labels_in_a_column_are():
+    run = Run(OneOutput(nn.BCEWithLogitsLoss()), batch=lambda step: make_batch(step, lambda x: x[:, :1].sigmoid()))
+    assert run.tap.left_out == {SOFT: 3 * BATCH}
+
+
 def test_what_half_precision_cannot_hold_is_left_out():
     class Large(Net):
         def features(self, x):
