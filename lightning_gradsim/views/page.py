@@ -17,7 +17,7 @@ from lightning_gradsim.views.charts import draw_histogram, draw_line
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.images import RgbImage, picture_notes, to_jpeg, to_png
 from lightning_gradsim.views.pairs import find_pairs, make_matrix
-from lightning_gradsim.views.tiles import doubted_label, origin
+from lightning_gradsim.views.tiles import doubted_label, origin, suspects_title
 from lightning_gradsim.views.values import ValueScale, make_scale
 
 MAX_SUSPECT_ROWS = 200
@@ -133,6 +133,7 @@ class _PageMaker:
             ],
             "all_queries": self._all_queries(),
             "hints": review_hints(report),
+            "suspects_title": suspects_title(report).capitalize(),
             "gallery": self._gallery(),
             "suspects": self._suspects(),
             "matrix": self._matrix(),
@@ -288,7 +289,7 @@ class _PageMaker:
                     self.train.get(suspect.sample_id, NOTHING), f"training sample {suspect.sample_id}"
                 ),
                 "label": self.report.name_of(suspect.label),
-                "suggested": self._suggested(suspect),
+                "suggested": self._suggested(suspect) if suspect.flagged else "",
                 "name": f"#{suspect.sample_id}",
                 "score": f"{suspect.score:.3g}",
                 "share": _share(suspect.score, full),
@@ -348,10 +349,13 @@ def review_hints(report: Report) -> list[str]:
     suspects = report.suspects
     if not len(suspects):
         return []
+    flagged = f"{suspects.num_flagged:,} are flagged: the model holds another label for more probable."
+    if not suspects.num_flagged:
+        flagged = "None is flagged: every ranking has first samples, one of clean labels, too."
     first, more = (max(1, math.ceil(len(suspects) * share)) for share in (0.01, 0.05))
     hints = [
         f"Ranked by {suspects.score_name}. Review the first {first:,} (1 %) by hand; where most of them are wrong, go "
-        f"on to {more:,} (5 %). {suspects.num_flagged:,} are flagged: the model holds another label for more probable."
+        f"on to {more:,} (5 %). {flagged}"
     ]
     if suspects.upper_estimate is not None:
         hints.append(

@@ -52,6 +52,8 @@ def suspects_markdown(report: Report, exhibits: Mapping[int, Exhibit] | None = N
         f"Training samples by how wrong their label looks: the first {len(shown):,} of {len(suspects):,}. "
         f"For {suspects.num_flagged:,} of all, the model predicts another label than the given one (flagged)."
     )
+    if not suspects.num_flagged:
+        intro += " None is flagged: every ranking has first samples, one of clean labels, too."
     confusion = report.confusion_in_words()
     if confusion:
         intro += f" Flagged labels, and those suggested instead: {_escape(confusion)}."

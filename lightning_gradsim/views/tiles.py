@@ -104,6 +104,18 @@ def doubted_label(report: Report, suspect: Suspect) -> str:
     return "wrong label?" if suspect.suggested_label is None else f"rather {report.name_of(suspect.suggested_label)}"
 
 
+def suspects_title(report: Report) -> str:
+    """What the first suspects are: every ranking has first ones, flagged or not."""
+    if len(report.suspects) and not report.suspects.num_flagged:
+        return "suspects: none is flagged; the first of the ranking"
+    return "suspects: training labels that look wrong"
+
+
+def shown_suggestion(suspect: Suspect) -> Label | None:
+    """The label that is shown beside the given one: none where the model does not contradict it."""
+    return suspect.suggested_label if suspect.flagged else None
+
+
 def label_text(report: Report, label: Label) -> str:
     """The name of a label in letters that the font has; the class number where the name has others."""
     if isinstance(label, tuple) and label:

@@ -207,6 +207,15 @@ def test_review_hints():
     assert len(review_hints(make_report(suspects=make_suspects()))) == 1
 
 
+def test_where_none_is_flagged_nothing_looks_wrong():
+    table = make_suspects(sample_ids=torch.arange(9), flagged=torch.zeros(9, dtype=torch.bool), upper_estimate=5)
+    text = Reader(make_page(make_report(make_query(), suspects=table))).text
+    assert "Suspects: none is flagged; the first of the ranking" in text
+    assert "None is flagged: every ranking" in text
+    assert "labels that look wrong" not in text
+    assert "cat → dog" not in text
+
+
 def test_small_pictures_keep_hard_edges():
     small, large = (Reader(make_page(make_report(make_query()), picture(size=size))) for size in (8, 224))
     assert all(found.get("class") == "small" for found in small.all("img"))

@@ -127,6 +127,12 @@ def test_suspects():
     ]
 
 
+def test_where_none_is_flagged_the_table_says_so():
+    report = make_report()
+    suspects = replace(report.suspects, flagged=torch.zeros(3, dtype=torch.bool))
+    assert "None is flagged: every ranking" in suspects_markdown(replace(report, suspects=suspects))
+
+
 def test_suspects_without_classes():
     assert render(suspects_markdown(make_report(names=None, classes=False)))[3] == ["3", "42", "0", "", "", "1", ""]
 
