@@ -175,7 +175,12 @@ class _PageMaker:
             )
             for each in find_pairs(self.report, MAX_PAIR_ROWS)
         )
-        columns = (Column("label"), Column("prediction"), Column("mistakes", True), Column("typical harmful samples"))
+        columns = (
+            Column("label"),
+            Column("prediction"),
+            Column("mistakes", True),
+            Column("typical harmful samples (given label)"),
+        )
         return Table(columns, rows)
 
     def _trends(self) -> list[dict[str, Any]]:

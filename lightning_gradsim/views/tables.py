@@ -90,7 +90,8 @@ def mistakes_markdown(
     shown = report.queries[:limit]
     intro = (
         f"Mistakes on the validation data, {len(shown):,} shown, each with the training samples that pushed towards it "
-        f"(harmful, by {_escape(report.similarity)}) and those most alike to the model (look-alikes, by cosine)."
+        f"(harmful, by {_escape(report.similarity)}) and those most alike to the model (look-alikes, by cosine); "
+        "in brackets, their given labels."
     )
     overview = _to_table(intro, MISTAKE_HEADS, [_mistake_cells(report, query) for query in shown])
     notes = ["What limits this report:\n", *(f"- {_escape(note)}" for note in report.notes), ""] if report.notes else []
@@ -122,7 +123,7 @@ def class_pairs_markdown(report: Report, limit: int = 20) -> str:
         )
         for each in find_pairs(report, limit)
     ]
-    return _to_table(intro, ("label", "prediction", "mistakes", "typical harmful samples"), rows)
+    return _to_table(intro, ("label", "prediction", "mistakes", "typical harmful samples (given label)"), rows)
 
 
 def _details(
