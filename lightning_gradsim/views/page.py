@@ -17,7 +17,7 @@ from lightning_gradsim.views.charts import draw_histogram, draw_line
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.images import RgbImage, picture_notes, to_jpeg, to_png
 from lightning_gradsim.views.pairs import find_pairs, make_matrix
-from lightning_gradsim.views.tiles import doubted_label, origin, suspects_title
+from lightning_gradsim.views.tiles import doubted_label, origin, score_text, suspects_title
 from lightning_gradsim.views.values import ValueScale, make_scale
 
 MAX_SUSPECT_ROWS = 200
@@ -239,7 +239,7 @@ class _PageMaker:
             "label": self.report.name_of(query.label),
             "prediction": self.report.name_of(query.prediction),
             "probability": _percent(query.probability),
-            "facts": " · ".join([f"loss {query.loss:.3g}", _query_name(query), *_since(query)]),
+            "facts": " · ".join([f"loss {score_text(query.loss)}", _query_name(query), *_since(query)]),
             "label_looks_wrong": query.label_looks_wrong,
             "duplicates": [sample_id for own, sample_id in self.near_duplicates if own == place],
             "rows": [
@@ -265,7 +265,7 @@ class _PageMaker:
                     "exhibit": self._exhibit(exhibit, f"training sample {sample.sample_id}", query),
                     "label": self.report.name_of(sample.label),
                     "name": f"#{sample.sample_id}",
-                    "score": f"{sample.score:.3g}",
+                    "score": score_text(sample.score),
                     "share": _share(sample.score, full),
                     "marked": sample.label_is_prediction,
                     "doubt": doubt,
@@ -296,7 +296,7 @@ class _PageMaker:
                 "label": self.report.name_of(suspect.label),
                 "suggested": self._suggested(suspect) if suspect.flagged else "",
                 "name": f"#{suspect.sample_id}",
-                "score": f"{suspect.score:.3g}",
+                "score": score_text(suspect.score),
                 "share": _share(suspect.score, full),
             }
             for suspect in shown
@@ -315,7 +315,7 @@ class _PageMaker:
                 Cell(name(query.label)),
                 Cell(name(query.prediction)),
                 Cell(_percent(query.probability), query.probability),
-                Cell(f"{query.loss:.3g}", query.loss),
+                Cell(score_text(query.loss), query.loss),
                 Cell("yes" if query.label_looks_wrong else ""),
             )
             for query in self.report.queries
@@ -337,7 +337,7 @@ class _PageMaker:
                 Cell(self.report.name_of(suspect.label)),
                 Cell(self._suggested(suspect)),
                 Cell(_percent(suspect.probability), suspect.probability),
-                Cell(f"{suspect.score:.3g}", suspect.score),
+                Cell(score_text(suspect.score), suspect.score),
                 Cell("yes" if suspect.flagged else ""),
             ]
             if has_visits:

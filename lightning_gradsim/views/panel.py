@@ -249,7 +249,7 @@ def _draw_verdict(canvas: Canvas, report: Report, query: QueryReport) -> None:
     left = MARGIN + PICTURE + 22
     probability = None if query.probability is None else f"{query.probability:.0%}"
     _draw_headline(canvas, left, label_text(report, query.label), label_text(report, query.prediction), probability)
-    facts = f"loss {query.loss:.3g} · {_query_name(report, query)}"
+    facts = f"loss {score_text(query.loss)} · {_query_name(report, query)}"
     if query.wrong_since is not None and query.wrong_since < report.epoch:
         facts = f"{facts.replace('validation sample', 'validation')} · wrong since epoch {query.wrong_since}"
     canvas.text(left, BLOCK_TOP + 92, fit_text(facts, BODY, WIDTH - MARGIN - left), BODY, MUTED)

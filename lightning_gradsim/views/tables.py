@@ -9,7 +9,7 @@ from lightning_gradsim.report import InfluentialSample, QueryReport, Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.pairs import find_pairs
-from lightning_gradsim.views.tiles import doubted_label
+from lightning_gradsim.views.tiles import doubted_label, score_text
 from lightning_gradsim.views.values import ValueScale, make_scale
 
 # As HTML entities these stay text in every Markdown dialect; backslash escapes differ between dialects inside tables.
@@ -146,7 +146,7 @@ def _details(
                 str(sample.sample_id),
                 report.name_of(sample.label),
                 _marks(report, sample, doubts.get(sample.sample_id)),
-                f"{sample.score:.3g}",
+                score_text(sample.score),
                 _words_of(train_exhibits.get(sample.sample_id), exhibit, scale),
             )
             for title, sample in samples
@@ -200,7 +200,7 @@ def _suspect_cells(report: Report, rank: int, suspect: Suspect) -> tuple[str, ..
         report.name_of(suspect.label),
         "" if suspect.suggested_label is None else report.name_of(suspect.suggested_label),
         _to_percentage(suspect.probability),
-        f"{suspect.score:.3g}",
+        score_text(suspect.score),
         "yes" if suspect.flagged else "",
     )
 
@@ -211,7 +211,7 @@ def _mistake_cells(report: Report, query: QueryReport) -> tuple[str, ...]:
         report.name_of(query.label),
         report.name_of(query.prediction),
         _to_percentage(query.probability),
-        f"{query.loss:.3g}",
+        score_text(query.loss),
         "yes" if query.label_looks_wrong else "",
         _to_list(report, query.harmful),
         _to_list(report, query.look_alikes),

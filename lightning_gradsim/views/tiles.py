@@ -127,7 +127,7 @@ def label_text(report: Report, label: Label) -> str:
 
 
 def score_text(score: float) -> str:
-    """A score in three digits."""
+    """A score or a loss in three digits, the same ones in every view."""
     text = f"{score:#.3g}".rstrip(".")
     return (f"{score:.1e}" if "e" in text else text).replace("-", MINUS)
 

@@ -81,7 +81,7 @@ def test_what_a_reader_sees_without_script():
         "this validation label looks wrong",
         "harmful: pushed towards this mistake (dot)",
         "look-alikes: alike in the model's eyes (cosine)",
-        "#0 -3",
+        "#0 −3.00",
         "rather dog",
         "cat → dog",
         "layers 'last'",

@@ -199,7 +199,7 @@ def test_what_a_block_says(texts):
         "ship",
         "labelled",
         "predicted, 97%",
-        "loss 3.5 · validation sample #17",
+        "loss 3.50 · validation sample #17",
         "this validation label looks wrong",
         "harmful: pushed towards this mistake",
         "look-alikes: alike in the model's eyes",
@@ -297,8 +297,8 @@ def test_suggested_labels_are_said_as_long_as_they_fit(texts, name, said):
 
 def test_since_when_a_query_is_wrong(texts):
     draw(make_report(make_query(wrong_since=4), make_query(wrong_since=9)))
-    assert "loss 3.5 · validation #17 · wrong since epoch 4" in words(texts)
-    assert "loss 3.5 · validation sample #17" in words(texts), "for the first time"
+    assert "loss 3.50 · validation #17 · wrong since epoch 4" in words(texts)
+    assert "loss 3.50 · validation sample #17" in words(texts), "for the first time"
 
 
 def test_no_doubt_no_badge():
