@@ -66,6 +66,8 @@ from lightning_gradsim.views import (
 
 logger = logging.getLogger(__name__)
 
+PICTURES = ("mistakes", "suspects", "class_pairs")
+
 
 @dataclass(frozen=True, eq=False)
 class ReporterSettings:
@@ -390,6 +392,9 @@ class Reporter:
             near_duplicates=shown.near_duplicates(report),
         )
         write_text_atomically(page, directory / "report.html")
+        for name in PICTURES:
+            if name not in drawing.pictures:  # that of an earlier report, perhaps of a run that this one resumes
+                (directory / f"{name}.png").unlink(missing_ok=True)
 
     def _publication(self, report: Report, drawing: Drawing) -> Publication:
         name, shown = self._settings.name, drawing.shown

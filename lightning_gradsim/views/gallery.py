@@ -42,6 +42,8 @@ from lightning_gradsim.views.tiles import (
     draw_bar,
     label_text,
     score_text,
+    shown_suggestion,
+    suspects_title,
 )
 
 HEADLINE = 24
@@ -91,8 +93,7 @@ def _draw_header(report: Report, shown: Sequence[Suspect], notes: Sequence[str])
     caption = wrap_text(to_plain_text(_caption(report, shown)), BODY, CONTENT, max_lines=3)
     lines = [*caption, *(line for note in notes for line in wrap_text(note, BODY, CONTENT, max_lines=2))]
     canvas = Canvas(WIDTH, 44 + LINE * len(lines) + 34 * bool(shown) + 16)
-    title = "suspects: training labels that look wrong"
-    canvas.text(MARGIN, 34, fit_text(title, TITLE, CONTENT, bold=True), TITLE, bold=True)
+    canvas.text(MARGIN, 34, fit_text(suspects_title(report), TITLE, CONTENT, bold=True), TITLE, bold=True)
     baseline = 38
     for line in lines:
         baseline += LINE
@@ -100,8 +101,10 @@ def _draw_header(report: Report, shown: Sequence[Suspect], notes: Sequence[str])
     if shown:
         baseline += 34
         end = canvas.text(MARGIN, baseline, "given label", BODY)
-        draw_arrow(canvas, end + 8, baseline - 7, ARROW)
-        canvas.text(end + ARROW + 16, baseline, "suggested label; below: #sample, score", BODY)
+        if any(shown_suggestion(suspect) is not None for suspect in shown):
+            draw_arrow(canvas, end + 8, baseline - 7, ARROW)
+            end = canvas.text(end + ARROW + 16, baseline, "suggested label, if flagged", BODY)
+        canvas.text(end, baseline, "; below: #sample, score", BODY)
     return canvas.to_pixels()
 
 
@@ -117,8 +120,8 @@ def _caption(report: Report, shown: Sequence[Suspect]) -> str:
 
 
 def _names(report: Report, suspect: Suspect) -> tuple[str, str]:
-    suggested = "" if suspect.suggested_label is None else label_text(report, suspect.suggested_label)
-    return label_text(report, suspect.label), suggested
+    suggestion = shown_suggestion(suspect)
+    return label_text(report, suspect.label), "" if suggestion is None else label_text(report, suggestion)
 
 
 def _fits_one_line(report: Report, suspect: Suspect) -> bool:

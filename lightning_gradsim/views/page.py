@@ -18,7 +18,7 @@ from lightning_gradsim.views.charts import draw_histogram, draw_line
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.images import RgbImage, picture_notes, to_jpeg, to_png
 from lightning_gradsim.views.pairs import find_pairs, make_matrix
-from lightning_gradsim.views.tiles import doubted_label, origin
+from lightning_gradsim.views.tiles import doubted_label, origin, score_text, suspects_title
 from lightning_gradsim.views.values import ValueScale, make_scale
 
 MAX_SUSPECT_ROWS = 200
@@ -134,6 +134,7 @@ class _PageMaker:
             ],
             "all_queries": self._all_queries(),
             "hints": review_hints(report),
+            "suspects_title": suspects_title(report).capitalize(),
             "gallery": self._gallery(),
             "suspects": self._suspects(),
             "matrix": self._matrix(),
@@ -175,7 +176,12 @@ class _PageMaker:
             )
             for each in find_pairs(self.report, MAX_PAIR_ROWS)
         )
-        columns = (Column("label"), Column("prediction"), Column("mistakes", True), Column("typical harmful samples"))
+        columns = (
+            Column("label"),
+            Column("prediction"),
+            Column("mistakes", True),
+            Column("typical harmful samples (given label)"),
+        )
         return Table(columns, rows)
 
     def _trends(self) -> list[dict[str, Any]]:
@@ -234,7 +240,7 @@ class _PageMaker:
             "label": self.report.name_of(query.label),
             "prediction": self.report.name_of(query.prediction),
             "probability": _percent(query.probability),
-            "facts": " · ".join([f"loss {query.loss:.3g}", _query_name(query), *_since(query)]),
+            "facts": " · ".join([f"loss {score_text(query.loss)}", _query_name(query), *_since(query)]),
             "label_looks_wrong": query.label_looks_wrong,
             "duplicates": [sample_id for own, sample_id in self.near_duplicates if own == place],
             "rows": [
@@ -260,7 +266,7 @@ class _PageMaker:
                     "exhibit": self._exhibit(exhibit, f"training sample {sample.sample_id}", query),
                     "label": self.report.name_of(sample.label),
                     "name": f"#{sample.sample_id}",
-                    "score": f"{sample.score:.3g}",
+                    "score": score_text(sample.score),
                     "share": _share(sample.score, full),
                     "marked": sample.label_is_prediction,
                     "doubt": doubt,
@@ -289,9 +295,9 @@ class _PageMaker:
                     self.train.get(suspect.sample_id, NOTHING), f"training sample {suspect.sample_id}"
                 ),
                 "label": self.report.name_of(suspect.label),
-                "suggested": self._suggested(suspect),
+                "suggested": self._suggested(suspect) if suspect.flagged else "",
                 "name": f"#{suspect.sample_id}",
-                "score": f"{suspect.score:.3g}",
+                "score": score_text(suspect.score),
                 "share": _share(suspect.score, full),
             }
             for suspect in shown
@@ -310,7 +316,7 @@ class _PageMaker:
                 Cell(name(query.label)),
                 Cell(name(query.prediction)),
                 Cell(_percent(query.probability), query.probability),
-                Cell(f"{query.loss:.3g}", query.loss),
+                Cell(score_text(query.loss), query.loss),
                 Cell("yes" if query.label_looks_wrong else ""),
             )
             for query in self.report.queries
@@ -332,7 +338,7 @@ class _PageMaker:
                 Cell(self.report.name_of(suspect.label)),
                 Cell(self._suggested(suspect)),
                 Cell(_percent(suspect.probability), suspect.probability),
-                Cell(f"{suspect.score:.3g}", suspect.score),
+                Cell(score_text(suspect.score), suspect.score),
                 Cell("yes" if suspect.flagged else ""),
             ]
             if has_visits:
@@ -349,10 +355,13 @@ def review_hints(report: Report) -> list[str]:
     suspects = report.suspects
     if not len(suspects):
         return []
+    flagged = f"{suspects.num_flagged:,} are flagged: the model holds another label for more probable."
+    if not suspects.num_flagged:
+        flagged = "None is flagged: every ranking has first samples, one of clean labels, too."
     first, more = (max(1, math.ceil(len(suspects) * share)) for share in (0.01, 0.05))
     hints = [
         f"Ranked by {suspects.score_name}. Review the first {first:,} (1 %) by hand; where most of them are wrong, go "
-        f"on to {more:,} (5 %). {suspects.num_flagged:,} are flagged: the model holds another label for more probable."
+        f"on to {more:,} (5 %). {flagged}"
     ]
     if suspects.upper_estimate is not None:
         hints.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ MAX_PAIRS = 6
 MAX_CULPRITS = 3
 CULPRITS_PER_QUERY = 4
 ROW = 44
-LONGEST_NAME = 150
+LEAST_NAME = 150
+NARROW, WIDE = 48, 96
+"""Widths of a column: where names of rows need the room beside it, and where nothing needs more."""
 ARROW = 26
 DARK = 0.84
 """Share of the highest count from which white letters have more contrast than black ones."""
@@ -138,14 +141,7 @@ def _culprits(queries: Iterable[QueryReport]) -> tuple[tuple[int, Label], ...]:
 
 
 def _draw_matrix(canvas: Canvas, top: int, report: Report, matrix: PairMatrix) -> None:
-    names = [label_text(report, index) for index in matrix.classes]
-    shorts = names
-    if max(measure_text(name, BODY, bold=True) for name in names) > CONTENT // (len(names) + 2):
-        shorts = [str(index) for index in matrix.classes]
-        names = [f"{index} {name}" for index, name in zip(matrix.classes, names, strict=True)]
-    head = 2 * round(min(LONGEST_NAME, max(measure_text(name, BODY, bold=True) for name in names) + 16) / 2)
-    cell = (CONTENT - head) // len(names) // 2 * 2
-    cell = min(cell, 96)
+    names, shorts, head, cell = _columns(report, matrix)
     left, highest = MARGIN + head, max(map(max, matrix.counts))
     for place, name in enumerate(names):
         short = fit_text(shorts[place], BODY, cell - 4, bold=True)
@@ -162,19 +158,44 @@ def _draw_matrix(canvas: Canvas, top: int, report: Report, matrix: PairMatrix) -
                 canvas.text(start, y + 29, text, BODY, ink)
 
 
+def _columns(report: Report, matrix: PairMatrix) -> tuple[list[str], list[str], int, int]:
+    """Names of rows and of columns, room for the names of rows, width of a column: names as long as they fit."""
+    names = [label_text(report, index) for index in matrix.classes]
+    widest = _widest(names) + 16
+    if widest + len(names) * widest <= CONTENT:
+        head = 2 * math.ceil(widest / 2)
+        return names, names, head, _even(min(max(WIDE, head), (CONTENT - head) / len(names)))
+    shorts = [str(index) for index in matrix.classes]
+    names = [f"{short} {name}" for short, name in zip(shorts, names, strict=True)]
+    narrow = max(NARROW, _widest([*shorts, *(f"{count:,}" for row in matrix.counts for count in row)]) + 8)
+    head = _even(max(LEAST_NAME, min(_widest(names) + 18, CONTENT - narrow * len(names))))
+    return names, shorts, head, _even(min(WIDE, (CONTENT - head) / len(names)))
+
+
+def _widest(names: Iterable[str]) -> float:
+    return max(measure_text(name, BODY, bold=True) for name in names)
+
+
+def _even(width: float) -> int:
+    return int(width) // 2 * 2
+
+
 def _draw_pairs(canvas: Canvas, top: int, report: Report, pairs: list[ClassPair]) -> None:
     canvas.rectangle(0, top - 14, WIDTH, 2, RULE)
     for number, each in enumerate(pairs):
         pair, baseline = each.pair, top + 22 + PAIR_ROW * number
-        room = (CONTENT - 230) / 2
-        label = fit_text(label_text(report, pair.label), BODY, room, bold=True)
+        number_of = f"{pair.count:,} mistake{'s' if pair.count > 1 else ''}"
+        room = CONTENT - ARROW - 16 - 14 - measure_text(number_of, BODY)
+        prediction = label_text(report, pair.prediction)
+        taken = min(room / 2, measure_text(prediction, BODY, bold=True))
+        label = fit_text(label_text(report, pair.label), BODY, room - taken, bold=True)
         end = canvas.text(MARGIN, baseline, label, BODY, bold=True)
         draw_arrow(canvas, end + 8, baseline - 7, ARROW)
-        prediction = fit_text(label_text(report, pair.prediction), BODY, room, bold=True)
+        prediction = fit_text(prediction, BODY, room - measure_text(label, BODY, bold=True), bold=True)
         end = canvas.text(end + ARROW + 16, baseline, prediction, BODY, bold=True)
-        canvas.text(end + 14, baseline, f"{pair.count:,} mistake{'s' if pair.count > 1 else ''}", BODY)
+        canvas.text(end + 14, baseline, number_of, BODY)
         culprits = ", ".join(f"#{sample_id} ({label_text(report, label)})" for sample_id, label in each.culprits)
-        words = f"harmful: {culprits}" if culprits else "none of them was studied"
+        words = f"harmful (given label): {culprits}" if culprits else "none of them was studied"
         canvas.text(MARGIN, baseline + LINE, fit_text(words, BODY, CONTENT), BODY, MUTED)
 
 

@@ -33,6 +33,7 @@ from lightning_gradsim.views.tiles import (
     CONTENT,
     FRAME_ROOM,
     GAP,
+    LABEL,
     LINE,
     MARGIN,
     PICTURE,
@@ -44,8 +45,9 @@ from lightning_gradsim.views.tiles import (
     doubt_words,
     draw_arrow,
     draw_bar,
-    draw_mark,
+    draw_label,
     draw_strip,
+    label_fits,
     label_text,
     origin,
     score_text,
@@ -55,6 +57,7 @@ from lightning_gradsim.views.tiles import (
 # The headline is set in the largest of these sizes in which label and prediction stand side by side.
 HEADLINES = (44, 36, 28)
 HEADLINE_STACKED = 28
+LEAD = "labelled"
 ROW_HEAD = 30
 EMPTY_ROW = 48
 ROW_SPACE = 12
@@ -82,12 +85,12 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """What all rows of a panel share: the report, pictures and doubts by sample id, lines under a tile."""
+    """What all rows of a panel share: the report, pictures and doubts by sample id, the word before labels."""
 
     report: Report
     pictures: Mapping[int, RgbImage | None]
     doubts: Mapping[int, str]
-    caption_lines: int
+    lead: str
 
     def strip(self, row: _Row) -> int:
         """Room for the strips of a row: none where no label of it is in doubt."""
@@ -98,7 +101,7 @@ class _Tiles:
         return self.doubts.get(sample.sample_id) if row.accuses else None
 
     def height(self, row: _Row) -> int:
-        below = self.strip(row) + BAR + 6 + CAPTION_LINE * self.caption_lines
+        below = LABEL + self.strip(row) + BAR + 6 + CAPTION_LINE
         return ROW_HEAD + (TILE + below if row.samples else EMPTY_ROW)
 
 
@@ -143,8 +146,8 @@ def mistake_panel(
     }
     accused = [sample.sample_id for query_rows in rows for row in query_rows if row.accuses for sample in row.samples]
     doubts = doubt_words(report, report.flagged_among(accused))
-    caption_lines = 1 if all(_fits_one_line(report, sample) for sample in samples) else 2
-    tiles = _Tiles(report, train_pictures, doubts, caption_lines)
+    lead = LEAD if all(label_fits(LEAD, label_text(report, sample.label)) for sample in samples) else ""
+    tiles = _Tiles(report, train_pictures, doubts, lead)
     blocks = [
         _draw_query(tiles, query, picture, query_rows)
         for query, picture, query_rows in zip(queries, query_pictures, rows, strict=True)
@@ -161,16 +164,6 @@ def _rows(report: Report, query: QueryReport, show_teachers: bool) -> list[_Row]
     if show_teachers:
         rows.append(_Row("teachers: taught this prediction", report.similarity, query.teachers[:TILES_PER_ROW]))
     return rows
-
-
-def _fits_one_line(report: Report, sample: InfluentialSample) -> bool:
-    label, *others = _caption_parts(report, sample)
-    gaps = 2 * 10
-    return measure_text(label, BODY, bold=True) + sum(measure_text(other, BODY) for other in others) + gaps <= TILE
-
-
-def _caption_parts(report: Report, sample: InfluentialSample) -> tuple[str, str, str]:
-    return label_text(report, sample.label), f"#{sample.sample_id}", score_text(sample.score)
 
 
 def _draw_header(
@@ -195,7 +188,8 @@ def _draw_header(
     if has_mark:
         baseline += 34
         canvas.rectangle(MARGIN, baseline - 20, 28, 28, BACKDROP)
-        draw_mark(canvas, MARGIN, baseline - 20, 28, thickness=4, badge=14)
+        canvas.frame(MARGIN, baseline - 20, 28, 4, MARK)
+        canvas.rectangle(MARGIN, baseline, 28, 8, MARK)
         canvas.text(MARGIN + 40, baseline, "training sample with the wrongly predicted label", BODY)
     if has_doubts:
         baseline += 34
@@ -204,7 +198,7 @@ def _draw_header(
     if has_bar:
         baseline += 34
         draw_bar(canvas, MARGIN, baseline - 10, 28, 0.65)
-        canvas.text(MARGIN + 40, baseline, "share of the row's strongest score; below: label, #sample, score", BODY)
+        canvas.text(MARGIN + 40, baseline, "share of the row's strongest score; below: #sample, score", BODY)
     return canvas.to_pixels()
 
 
@@ -250,7 +244,7 @@ def _draw_verdict(canvas: Canvas, report: Report, query: QueryReport) -> None:
     left = MARGIN + PICTURE + 22
     probability = None if query.probability is None else f"{query.probability:.0%}"
     _draw_headline(canvas, left, label_text(report, query.label), label_text(report, query.prediction), probability)
-    facts = f"loss {query.loss:.3g} · {_query_name(report, query)}"
+    facts = f"loss {score_text(query.loss)} · {_query_name(report, query)}"
     if query.wrong_since is not None and query.wrong_since < report.epoch:
         facts = f"{facts.replace('validation sample', 'validation')} · wrong since epoch {query.wrong_since}"
     canvas.text(left, BLOCK_TOP + 92, fit_text(facts, BODY, WIDTH - MARGIN - left), BODY, MUTED)
@@ -300,27 +294,23 @@ def _draw_row(canvas: Canvas, top: int, tiles: _Tiles, row: _Row) -> None:
     if not row.samples:
         canvas.rectangle(MARGIN, top, CONTENT, EMPTY_ROW, BACKDROP)
         canvas.text(MARGIN + 16, top + 31, "none", BODY, MUTED)
-    below = top + TILE + tiles.strip(row) + 4
+    below = top + TILE + LABEL + tiles.strip(row) + 4
     for place, sample in enumerate(row.samples):
         left, picture = MARGIN + place * (TILE + GAP), tiles.pictures[sample.sample_id]
         canvas.paste(to_tile(None if picture is None else picture.pixels, PICTURE), left + FRAME_ROOM, top + FRAME_ROOM)
-        if sample.label_is_prediction:
-            draw_mark(canvas, left, top, TILE, thickness=FRAME_ROOM, badge=40)
-        else:
-            canvas.frame(left, top, TILE, 2, FRAME)
+        thickness, colour = (FRAME_ROOM, MARK) if sample.label_is_prediction else (2, FRAME)
+        canvas.frame(left, top, TILE, thickness, colour)
+        name = label_text(report, sample.label)
+        draw_label(canvas, left, top + TILE, tiles.lead, name, marked=sample.label_is_prediction)
         doubt = tiles.doubt(row, sample)
         if doubt is not None:
-            draw_strip(canvas, left, top + TILE + 2, TILE, doubt)
+            draw_strip(canvas, left, top + TILE + LABEL + 2, TILE, doubt)
         share = min(abs(sample.score) / row.full_bar, 1.0) if row.full_bar and math.isfinite(sample.score) else 0.0
         draw_bar(canvas, left, below, TILE, share)
-        _draw_caption(canvas, left, below + BAR, _caption_parts(report, sample), tiles.caption_lines)
+        _draw_caption(canvas, left, below + BAR, sample)
 
 
-def _draw_caption(canvas: Canvas, x: int, y: int, parts: tuple[str, str, str], lines: int) -> None:
-    """Write label, sample id and score under a tile, on one line or with the label on its own."""
-    label, name, score = parts
-    first, last = y + 22, y + 22 + CAPTION_LINE * (lines - 1)
-    score_left = canvas.text_right(x + TILE, last, score, BODY)
-    end = canvas.text(x, first, fit_text(label, BODY, TILE, bold=True), BODY, bold=True)
-    start = x if lines > 1 else end + 10
-    canvas.text(start, last, fit_text(name, BODY, score_left - 8 - start), BODY)
+def _draw_caption(canvas: Canvas, x: int, y: int, sample: InfluentialSample) -> None:
+    """Write sample id and score under a tile."""
+    score_left = canvas.text_right(x + TILE, y + 22, score_text(sample.score), BODY)
+    canvas.text(x, y + 22, fit_text(f"#{sample.sample_id}", BODY, score_left - 8 - x), BODY)

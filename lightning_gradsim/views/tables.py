@@ -10,7 +10,7 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.pairs import find_pairs
-from lightning_gradsim.views.tiles import doubted_label
+from lightning_gradsim.views.tiles import doubted_label, score_text
 from lightning_gradsim.views.values import ValueScale, make_scale
 
 # As HTML entities these stay text in every Markdown dialect; backslash escapes differ between dialects inside tables.
@@ -53,6 +53,8 @@ def suspects_markdown(report: Report, exhibits: Mapping[int, Exhibit] | None = N
         f"Training samples by how wrong their label looks: the first {len(shown):,} of {len(suspects):,}. "
         f"For {suspects.num_flagged:,} of all, the model predicts another label than the given one (flagged)."
     )
+    if not suspects.num_flagged:
+        intro += " None is flagged: every ranking has first samples, one of clean labels, too."
     confusion = report.confusion_in_words()
     if confusion:
         intro += f" Flagged labels, and those suggested instead: {_escape(confusion)}."
@@ -89,7 +91,8 @@ def mistakes_markdown(
     shown = report.queries[:limit]
     intro = (
         f"Mistakes on the validation data, {len(shown):,} shown, each with the training samples that pushed towards it "
-        f"(harmful, by {_escape(report.similarity)}) and those most alike to the model (look-alikes, by cosine)."
+        f"(harmful, by {_escape(report.similarity)}) and those most alike to the model (look-alikes, by cosine); "
+        "in brackets, their given labels."
     )
     overview = _to_table(intro, MISTAKE_HEADS, [_mistake_cells(report, query) for query in shown])
     notes = ["What limits this report:\n", *(f"- {_escape(note)}" for note in report.notes), ""] if report.notes else []
@@ -121,7 +124,7 @@ def class_pairs_markdown(report: Report, limit: int = 20) -> str:
         )
         for each in find_pairs(report, limit)
     ]
-    return _to_table(intro, ("label", "prediction", "mistakes", "typical harmful samples"), rows)
+    return _to_table(intro, ("label", "prediction", "mistakes", "typical harmful samples (given label)"), rows)
 
 
 def _details(
@@ -144,7 +147,7 @@ def _details(
                 str(sample.sample_id),
                 report.name_of(sample.label),
                 _marks(report, sample, doubts.get(sample.sample_id)),
-                f"{sample.score:.3g}",
+                score_text(sample.score),
                 _words_of(train_exhibits.get(sample.sample_id), exhibit, scale),
             )
             for title, sample in samples
@@ -198,7 +201,7 @@ def _suspect_cells(report: Report, rank: int, suspect: Suspect) -> tuple[str, ..
         report.name_of(suspect.label),
         "" if suspect.suggested_label is None else report.name_of(suspect.suggested_label),
         _to_percentage(suspect.probability),
-        f"{suspect.score:.3g}",
+        score_text(suspect.score),
         "yes" if suspect.flagged else "",
     )
 
@@ -209,7 +212,7 @@ def _mistake_cells(report: Report, query: QueryReport) -> tuple[str, ...]:
         report.name_of(query.label),
         report.name_of(query.prediction),
         _to_percentage(query.probability),
-        f"{query.loss:.3g}",
+        score_text(query.loss),
         "yes" if query.label_looks_wrong else "",
         _to_list(report, query.harmful),
         _to_list(report, query.look_alikes),

@@ -8,7 +8,9 @@ from lightning_gradsim.plain_values import Label
 from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.canvas import (
+    BACKDROP,
     DOUBT,
+    INK,
     MARK,
     MINUS,
     MUTED,
@@ -35,6 +37,7 @@ BODY, TITLE = 20, 26
 LINE, CAPTION_LINE = 26, 24
 BAR = 8
 STRIP = 28
+LABEL, LABEL_SIZE = 32, 26
 MAX_LAYERS = 3
 
 
@@ -44,13 +47,21 @@ def draw_bar(canvas: Canvas, x: int, y: int, width: int, share: float) -> None:
     canvas.rectangle(x, y, 2 * round(width * share / 2), BAR, MUTED)
 
 
-def draw_mark(canvas: Canvas, x: int, y: int, size: int, thickness: int, badge: int) -> None:
-    """A thick frame and a filled corner: told apart by shape where the colour is not seen."""
-    right, top = x + size - thickness, y + thickness
-    for leg, colour in ((badge + 6, PAPER), (badge, MARK)):
-        # Over the frame's inner edge, which is drawn on top: the soft edges of the corner stay below it.
-        canvas.polygon([(right - leg - 2, top - 2), (right + 2, top - 2), (right + 2, top + leg + 2)], colour)
-    canvas.frame(x, y, size, thickness, MARK)
+def draw_label(canvas: Canvas, x: int, y: int, lead: str, name: str, *, marked: bool) -> None:
+    """The given label of a tile, below its frame: on orange, in white, where it is the wrong prediction."""
+    ink = PAPER if marked else INK
+    canvas.rectangle(x, y, TILE, LABEL, MARK if marked else BACKDROP)
+    left = x + FRAME_ROOM
+    if lead:
+        left = int(canvas.text(left, y + 24, lead, BODY, ink, bold=marked)) + 8
+    name = fit_text(name, LABEL_SIZE, x + TILE - 4 - left, bold=True)
+    canvas.text(left, y + 24, name, LABEL_SIZE, ink, bold=True)
+
+
+def label_fits(lead: str, name: str) -> bool:
+    """Whether both stand in the label of a tile."""
+    widths = measure_text(lead, BODY, bold=True) + 8 + measure_text(name, LABEL_SIZE, bold=True)
+    return FRAME_ROOM + widths <= TILE - 4
 
 
 def draw_strip(canvas: Canvas, x: int, y: int, width: int, words: str, height: int = STRIP) -> None:
@@ -104,6 +115,18 @@ def doubted_label(report: Report, suspect: Suspect) -> str:
     return "wrong label?" if suspect.suggested_label is None else f"rather {report.name_of(suspect.suggested_label)}"
 
 
+def suspects_title(report: Report) -> str:
+    """What the first suspects are: every ranking has first ones, flagged or not."""
+    if len(report.suspects) and not report.suspects.num_flagged:
+        return "suspects: none is flagged; the first of the ranking"
+    return "suspects: training labels that look wrong"
+
+
+def shown_suggestion(suspect: Suspect) -> Label | None:
+    """The label that is shown beside the given one: none where the model does not contradict it."""
+    return suspect.suggested_label if suspect.flagged else None
+
+
 def label_text(report: Report, label: Label) -> str:
     """The name of a label in letters that the font has; the class number where the name has others."""
     if isinstance(label, tuple) and label:
@@ -115,7 +138,7 @@ def label_text(report: Report, label: Label) -> str:
 
 
 def score_text(score: float) -> str:
-    """A score in three digits."""
+    """A score or a loss in three digits, the same ones in every view."""
     text = f"{score:#.3g}".rstrip(".")
     return (f"{score:.1e}" if "e" in text else text).replace("-", MINUS)
 

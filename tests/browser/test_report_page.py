@@ -87,7 +87,7 @@ def test_tables_sort_by_number_and_by_word_both_ways(open_page):
     page.locator("th", has_text="probability").first.click()
     assert column(page, 3) == ["5%", "97%", "97%"]
     page.locator("th", has_text="loss").first.click()
-    assert column(page, 4) == ["0.25", "3.5", "12.5"]
+    assert column(page, 4) == ["0.250", "3.50", "12.5"]
 
 
 def test_it_can_be_read_without_script(open_page):
@@ -101,6 +101,15 @@ def test_it_can_be_read_without_script(open_page):
 def test_it_fits_into_the_window(open_page, width):
     page = open_page(make_html(), viewport={"width": width, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize(("width", "per_line"), [(360, 2), (500, 4), (700, 4), (1400, 4)])
+def test_lines_of_tiles_have_no_hole(open_page, width, per_line):
+    page = open_page(make_html(), viewport={"width": width, "height": 900})
+    tiles = page.locator(".rows .tiles").nth(1).locator("figure")
+    tops = [tiles.nth(i).bounding_box()["y"] for i in range(tiles.count())]
+    assert len(tops) == 4
+    assert [tops.count(top) for top in sorted(set(tops))] == [per_line] * (4 // per_line)
 
 
 def test_what_users_wrote_does_nothing(open_page):

@@ -46,7 +46,16 @@ def test_what_is_said(texts):  # noqa: F811
     assert caption in " ".join(said)
     start = said.index("cat")
     assert said[start : start + 4] == ["cat", "dog", "8.00", "#100"]
-    assert said.count("cat") == 2 * 3, "three samples are labelled so, for three it is suggested"
+    assert said.count("cat") == 3 + 1, "three samples are labelled so; one of the four that are flagged is rather so"
+    assert "suggested label, if flagged" in said
+
+
+def test_where_none_is_flagged_nothing_looks_wrong(texts):  # noqa: F811
+    draw(make_suspects(flagged=torch.zeros(NUMBER, dtype=torch.bool)))
+    said = words(texts)
+    assert "suspects: none is flagged; the first of the ranking" in said
+    assert "suggested label, if flagged" not in said
+    assert said.count("cat") == 3, "no arrow to another label"
 
 
 def test_each_picture_stands_in_its_place():

@@ -81,7 +81,7 @@ def test_what_a_reader_sees_without_script():
         "this validation label looks wrong",
         "harmful: pushed towards this mistake (dot)",
         "look-alikes: alike in the model's eyes (cosine)",
-        "#0 -3",
+        "#0 −3.00",
         "rather dog",
         "cat → dog",
         "layers 'last'",
@@ -205,6 +205,15 @@ def test_review_hints():
     assert "5 samples: take it as an upper estimate" in second
     assert review_hints(make_report()) == []
     assert len(review_hints(make_report(suspects=make_suspects()))) == 1
+
+
+def test_where_none_is_flagged_nothing_looks_wrong():
+    table = make_suspects(sample_ids=torch.arange(9), flagged=torch.zeros(9, dtype=torch.bool), upper_estimate=5)
+    text = Reader(make_page(make_report(make_query(), suspects=table))).text
+    assert "Suspects: none is flagged; the first of the ranking" in text
+    assert "None is flagged: every ranking" in text
+    assert "labels that look wrong" not in text
+    assert "cat → dog" not in text
 
 
 def test_small_pictures_keep_hard_edges():

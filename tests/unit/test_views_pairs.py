@@ -62,6 +62,20 @@ def test_columns_are_numbered_where_names_do_not_fit(texts, names, heads):  # no
     assert any(text.startswith("0 n020") for text in said) is (heads == "0")
 
 
+@pytest.mark.parametrize(
+    ("names", "num_classes"),
+    [
+        (("barbera", "grignolino", "barolo"), 3),
+        (("Iris versicolor, Gaspe", "Iris virginica, Gaspe", "Iris setosa, Gaspe"), 3),
+        (("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"), 10),
+    ],
+)
+def test_names_are_whole_as_long_as_there_is_room(texts, names, num_classes):  # noqa: F811
+    pairs = tuple(ErrorPair(i, (i + 1) % num_classes, 1234) for i in range(num_classes))
+    class_pairs_picture(make_pairs_report(error_pairs=pairs, class_names=names))
+    assert [text for text in words(texts) if "…" in text and not text.startswith("harmful")] == []
+
+
 def test_the_markdown():
     table = class_pairs_markdown(make_pairs_report(class_names=("a|b", "dog", "ship"))).splitlines()
     assert table[4] == "| ship | a&#124;b | 7 | 5 (ship), 6 (a&#124;b), 4 (dog) |"
@@ -71,7 +85,7 @@ def test_the_markdown():
 def test_what_the_picture_says(texts):  # noqa: F811
     class_pairs_picture(make_pairs_report())
     said = words(texts)
-    for expected in ("7", "2", "1", "7 mistakes", "1 mistake", "harmful: #5 (ship), #6 (cat), #4 (dog)"):
+    for expected in ("7", "2", "1", "7 mistakes", "1 mistake", "harmful (given label): #5 (ship), #6 (cat), #4 (dog)"):
         assert expected in said, expected
     assert "none of them was studied" in said
 

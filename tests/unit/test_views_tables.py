@@ -123,13 +123,19 @@ def test_suspects():
     )
     assert render(markdown) == [
         list(SUSPECT_HEADS),
-        ["1", "40", "cat", "dog", "88%", "3", "yes"],
-        ["2", "41", "cat", "dog", "88%", "2", "yes"],
+        ["1", "40", "cat", "dog", "88%", "3.00", "yes"],
+        ["2", "41", "cat", "dog", "88%", "2.00", "yes"],
     ]
 
 
+def test_where_none_is_flagged_the_table_says_so():
+    report = make_report()
+    suspects = replace(report.suspects, flagged=torch.zeros(3, dtype=torch.bool))
+    assert "None is flagged: every ranking" in suspects_markdown(replace(report, suspects=suspects))
+
+
 def test_suspects_without_classes():
-    assert render(suspects_markdown(make_report(names=None, classes=False)))[3] == ["3", "42", "0", "", "", "1", ""]
+    assert render(suspects_markdown(make_report(names=None, classes=False)))[3] == ["3", "42", "0", "", "", "1.00", ""]
 
 
 def test_mistakes():
