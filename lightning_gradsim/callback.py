@@ -589,7 +589,8 @@ class GradSimCallback(Callback):
         if bridge.is_trial_run(trainer):
             return
         seconds, share = self._clock.validation_seconds, self._clock.share  # now with what drawing took
-        self.report = report = replace(report, seconds=seconds, time_share=share)
+        notes = report.notes if drawing.shown.note is None else (*report.notes, drawing.shown.note)
+        self.report = report = replace(report, seconds=seconds, time_share=share, notes=notes)
         self._reporter.write(report, drawing, directory, bridge.sinks_of(trainer))
 
     def _clear(self) -> None:

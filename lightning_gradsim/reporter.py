@@ -351,7 +351,7 @@ class Reporter:
         if shown.failure is not None:
             self._warn(f"`describe=` failed on a sample, which is shown without its text. {shown.failure.rstrip('.')}")
         pictures = {}
-        if shown.have_pictures or not shown.have_words:
+        if shown.have_pictures or not shown.have_words or (own.feature_names is None and not shown.have_texts):
             pictures["mistakes"] = mistake_panel(report, shown.queries, shown.train, show_teachers=own.show_teachers)
         if shown.have_pictures:
             pictures["suspects"] = suspects_gallery(report, shown.train)

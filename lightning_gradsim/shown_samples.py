@@ -36,12 +36,22 @@ class ShownSamples:
     @property
     def have_words(self) -> bool:
         """Whether any of them is a text, or named values."""
-        return any(exhibit.text is not None or exhibit.values is not None for exhibit in self._all)
+        return self.have_texts or any(exhibit.values is not None for exhibit in self._all)
+
+    @property
+    def have_texts(self) -> bool:
+        """Whether any of them is a text."""
+        return any(exhibit.text is not None for exhibit in self._all)
 
     @property
     def failure(self) -> str | None:
         """Why ``describe=`` gave no text for some of them; ``None`` where it never failed."""
         return next((exhibit.failure for exhibit in self._all if exhibit.failure is not None), None)
+
+    @property
+    def note(self) -> str | None:
+        """What the user can pass to see more of them."""
+        return next((exhibit.note for exhibit in self._all if exhibit.note is not None), None)
 
     def near_duplicates(self, report: Report) -> tuple[tuple[int, int], ...]:
         """Shown training samples that are all but equal to a query.

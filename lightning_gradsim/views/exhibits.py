@@ -20,6 +20,8 @@ MAX_TEXT = 2000
 """Characters of a text that are kept."""
 MAX_SIDE = 320
 """Pixels of the longer side of a kept picture; what is shown is smaller."""
+MAX_NUMBERED = 50
+"""Numbers of a vector that are shown although they have no names."""
 DUPLICATE_LEVELS = 2.0
 """Mean difference of two pictures, in levels of 256, up to which they count as one."""
 
@@ -33,12 +35,14 @@ class Exhibit:
         text: Its input in words; ``None`` where it has none.
         values: Its input as named numbers; ``None`` where there are no names.
         failure: Why there is no text although one was asked for.
+        note: What the user can pass to see more of it.
     """
 
     picture: RgbImage | None = None
     text: str | None = None
     values: tuple[tuple[str, float], ...] | None = None
     failure: str | None = None
+    note: str | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -54,7 +58,7 @@ class ExhibitMaker:
         mean: Mean of the pictures' normalisation, as in ``to_rgb``.
         std: Standard deviation of the pictures' normalisation, as in ``to_rgb``.
         describe: From a sample of the dataset to words, or a tokenizer whose ``decode`` does that for token ids.
-        feature_names: Names of the numbers of a vector.
+        feature_names: Names of the numbers of a vector; without any, those of a short vector are numbered.
     """
 
     mean: Sequence[float] | None = None
@@ -80,7 +84,10 @@ class ExhibitMaker:
         picture = None if values is not None or (text is not None and self.describe is None) else self._picture(batch)
         if picture is None and values is None:
             picture = self._picture(_as_tensors(sample))
-        return Exhibit(picture, None if text is None else _cut(text), values, failure)
+        note = None
+        if picture is None and values is None and (text is None or self.feature_names is not None):
+            values, note = self._unnamed(batch)
+        return Exhibit(picture, None if text is None else _cut(text), values, failure, note)
 
     def _text(self, sample: Any, batch: Any) -> tuple[str | None, str | None]:
         try:
@@ -100,6 +107,20 @@ class ExhibitMaker:
             if tensor.numel() == len(self.feature_names) and tensor.ndim and not tensor.dtype.is_complex:
                 return tuple(zip(map(str, self.feature_names), tensor.double().flatten().tolist(), strict=True))
         return None
+
+    def _unnamed(self, batch: Any) -> tuple[tuple[tuple[str, float], ...] | None, str | None]:
+        """The numbers of a vector whose names are not known or do not fit, or what to pass to see them."""
+        vectors = (tensor for tensor in tensors_of(batch) if tensor.ndim == 2 and len(tensor) == 1)
+        vector = next((each for each in vectors if each.is_floating_point() and each.numel() > 1), None)
+        if vector is None:
+            return None, None
+        if self.feature_names is not None:
+            words = f"`feature_names=` has {len(self.feature_names)} names, but an input has {vector.numel()} numbers"
+            return None, f"{words}, which are therefore not shown: pass one name for each"
+        if vector.numel() <= MAX_NUMBERED and self.describe is None:
+            return tuple((str(place), value) for place, value in enumerate(vector.double().flatten().tolist())), None
+        words = f"inputs are vectors of {vector.numel():,} numbers, which are not shown"
+        return None, f"{words}: pass `feature_names=` or `describe=`"
 
     def _picture(self, batch: Any) -> RgbImage | None:
         image = next((tensor[0] for tensor in tensors_of(batch) if tensor.ndim in (3, 4)), None)

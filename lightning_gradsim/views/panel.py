@@ -211,7 +211,9 @@ def _notes(report: Report, pictures: Sequence[RgbImage | None]) -> list[str]:
     """What a reader must know about the pictures, a line each."""
     augmented = "augmented view: each training tile is one random view of its sample"
     has_views = report.augmented and any(picture is not None for picture in pictures)
-    return [*([augmented] if has_views else []), *picture_notes(pictures)]
+    unseen = "inputs are no images: see `report.html`; `feature_names=` or `describe=` say more"
+    has_none = pictures and all(picture is None for picture in pictures)
+    return [*([augmented] if has_views else []), *([unseen] if has_none else []), *picture_notes(pictures)]
 
 
 def _draw_nothing(report: Report) -> Pixels:

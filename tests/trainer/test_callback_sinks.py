@@ -138,6 +138,20 @@ def test_named_numbers_become_tables(tmp_path):
     assert "feature 7" in (directory / "gradsim" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("real_panel")
+def test_numbers_without_names_are_shown_too(tmp_path):
+    gradsim, _, _ = fit(tmp_path)
+    page = (tmp_path / "run" / "version_0" / "gradsim" / "report.html").read_text(encoding="utf-8")
+    assert "<tr><td>7</td>" in page
+    assert read(gradsim).notes == ()
+
+
+def test_names_that_do_not_fit_are_told_of(tmp_path):
+    gradsim, _, _ = fit(tmp_path, strict(feature_names=["a", "b"]))
+    (note,) = read(gradsim).notes
+    assert note.startswith("`feature_names=` has 2 names, but an input has 8 numbers")
+
+
 def test_a_describe_that_fails_is_told_of_once(tmp_path):
     def describe(sample):
         raise LookupError("no title")

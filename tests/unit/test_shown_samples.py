@@ -95,8 +95,9 @@ def test_suspects_that_the_training_data_lack_are_left_out():
 
 
 def test_other_inputs_show_nothing():
-    data = TensorDataset(torch.randn(NUM_TRAIN, 4), torch.arange(NUM_TRAIN))
+    data = TensorDataset(torch.randn(NUM_TRAIN, 400), torch.arange(NUM_TRAIN))
     shown = collect(make_report(), data, data)
+    assert shown.note.startswith("inputs are vectors of 400 numbers")
     assert all(exhibit.is_empty for exhibit in [*shown.queries[:SHOWN_QUERIES], *shown.train.values()])
     assert not shown.have_pictures
     assert not shown.have_words

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_gradsim.views.exhibits import MAX_TEXT, Exhibit, ExhibitMaker, are_near_duplicates
+from lightning_gradsim.views.exhibits import MAX_NUMBERED, MAX_TEXT, Exhibit, ExhibitMaker, are_near_duplicates
 from lightning_gradsim.views.values import make_scale
 
 TOKENS = {"input_ids": torch.tensor([[5, 6, 7, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
@@ -73,6 +73,23 @@ def test_named_values():
 )
 def test_anything_else_shows_nothing(sample):
     assert ExhibitMaker(feature_names=["a", "b"], describe=None).make(sample, sample).is_empty
+
+
+def test_numbers_without_names_are_numbered_as_long_as_they_are_few():
+    maker = ExhibitMaker()
+    assert maker.make(None, (torch.tensor([[31, 1.5]]), torch.zeros(1))).values == (("0", 31.0), ("1", 1.5))
+    assert maker.make(None, torch.zeros(1, MAX_NUMBERED)).note is None
+    many = maker.make(None, torch.zeros(1, MAX_NUMBERED + 1))
+    assert many.values is None
+    assert many.note == "inputs are vectors of 51 numbers, which are not shown: pass `feature_names=` or `describe=`"
+    assert maker.make(None, TOKENS).is_empty, "token ids are no features"
+    assert maker.make((LEVELS, 0), torch.zeros(1, 3)).values is None, "a picture says more"
+
+
+def test_another_number_of_names_than_of_numbers_is_told_of():
+    exhibit = ExhibitMaker(feature_names=["a", "b"]).make(None, (torch.zeros(1, 3), torch.zeros(1)))
+    assert exhibit.is_empty
+    assert exhibit.note.startswith("`feature_names=` has 2 names, but an input has 3 numbers")
 
 
 def test_equal_texts_and_values_are_duplicates():
