@@ -17,7 +17,7 @@ from lightning_gradsim.arguments import check_choice, check_count, check_share, 
 from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.explanation import Part, Reading
+from lightning_gradsim.explanation import Part, Reading, names_note
 from lightning_gradsim.failures import MAX_FAILURES, Failures
 from lightning_gradsim.guard import with_buffers
 from lightning_gradsim.in_run import InRun
@@ -571,7 +571,7 @@ class GradSimCallback(Callback):
         self, trainer: Trainer, selection: QuerySelection, parts: Sequence[Part]
     ) -> tuple[Report, tuple[Query, ...]]:
         report, kept = self._reporter.make_report(parts, selection)
-        notes = [*report.notes, *self._watch.notes]
+        notes = [*report.notes, *names_note(report, selection), *self._watch.notes]
         unseen = bridge.unseen_note(trainer) if self._reporter.follows_training else None
         if unseen is not None:
             notes.append(unseen)

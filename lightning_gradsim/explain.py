@@ -18,7 +18,7 @@ from lightning_gradsim.arguments import check_choice, check_count, check_positiv
 from lightning_gradsim.batches import map_tensors
 from lightning_gradsim.engine import EngineSettings, ShardResult, score_shard
 from lightning_gradsim.errors import CheckpointError, LossError
-from lightning_gradsim.explanation import Part, Reference, make_reference, make_report
+from lightning_gradsim.explanation import Part, Reference, make_reference, make_report, names_note
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec
 from lightning_gradsim.losses import LossFunction
@@ -109,6 +109,7 @@ def explain(
         selection, shard = _score_all(model, adapter, queries, reference, settings, target, checkpoints or (), weights)
     report, _ = make_report([Part(shard, len(reference.reader))], selection, reference, settings)
     report = report.with_suspects(report.suspects)
+    report = replace(report, notes=(*report.notes, *names_note(report, selection)))
     if len(weights) > 1:
         how = "" if learning_rates is None else ", weighted by learning rates"
         note = f"scores are sums over {len(weights)} checkpoints{how}, look-alikes averages"

@@ -375,6 +375,25 @@ def make_report(
     return report, tuple(still_wrong.values())
 
 
+def names_note(report: Report, selection: QuerySelection) -> tuple[str, ...]:
+    """What is to be said of class names that are too few or too many.
+
+    Args:
+        report: The report, with its class names.
+        selection: The queries, of all processes.
+
+    Returns:
+        One sentence or none.
+    """
+    names, number = report.class_names, selection.num_classes
+    if names is None or number is None or len(names) == number:
+        return ()
+    return (
+        f"there are {len(names)} class names and {number} classes of the model, so names may be wrong: `class_names=`, "
+        "or `classes` of the training dataset, must hold one a class, in their order",
+    )
+
+
 def _what_was_read(number: int, reference: Reference, part: Part) -> tuple[str, list[str]]:
     """Which training samples were read, in words, and what is to be said of it."""
     total, finding = len(reference.reader), part.finding

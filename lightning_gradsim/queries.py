@@ -64,6 +64,7 @@ class QuerySelection:
         rank: Which of the processes this is.
         world_size: How many there are.
         task: Kind of task, known after the first batch.
+        num_classes: Number of classes or labels, known then, too; ``None`` in regression.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class QuerySelection:
         self.rank = rank
         self.world_size = world_size
         self.task: Task | None = None
+        self.num_classes: int | None = None
         self._kept: list[Query] = []
         # Key and outcome of every sample seen, so that one that several processes met can be counted once.
         self._keys, self._outcomes, self._predictions = array("q"), array("i"), array("i")
@@ -125,6 +127,8 @@ class QuerySelection:
         ordinals = range(start * self.world_size + self.rank, (start + len(losses)) * self.world_size, self.world_size)
         self._check_finite(losses, ids, ordinals, dataloader_idx)
         self.task = step.task
+        if step.task is not Task.REGRESSION:
+            self.num_classes = 2 if step.task is Task.BINARY else step.logits.shape[1]
         sample_ids: list[int | None] = [None] * len(losses) if ids is None else ids.tolist()
         self._keys.extend(map(partial(_key, dataloader_idx), sample_ids, ordinals))
         labels = outcome.labels if self._has_classes else outcome.wrong.long() - 1
@@ -199,6 +203,7 @@ def merge_selections(selections: Sequence[QuerySelection]) -> QuerySelection:
         return first
     merged = QuerySelection(first.num_queries, first.policy, first.seed)
     merged.task = next((each.task for each in selections if each.task is not None), None)
+    merged.num_classes = next((each.num_classes for each in selections if each.num_classes is not None), None)
     columns = ("_keys", "_outcomes", "_predictions")
     keys, outcomes, predictions = (
         np.concatenate([np.array(getattr(each, name)) for each in selections]) for name in columns

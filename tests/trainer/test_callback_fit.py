@@ -295,6 +295,12 @@ class TestTrainingSamples:
     def test_class_names_given_win(self, tmp_path):
         gradsim, _, _ = fit(tmp_path, strict(class_names=["k", "l", "m", "n"]))
         assert read(gradsim).class_names == ("k", "l", "m", "n")
+        assert not any("class names" in note for note in read(gradsim).notes)
+
+    @pytest.mark.parametrize("number", [2, 5])
+    def test_another_number_of_class_names_is_noted(self, tmp_path, number):
+        gradsim, _, _ = fit(tmp_path, strict(class_names=["k", "l", "m", "n", "o"][:number]))
+        assert any(f"{number} class names and 4 classes of the model" in note for note in read(gradsim).notes)
 
     def test_loaders_reloaded_every_epoch(self, tmp_path):
         data = DataModule()

@@ -246,3 +246,11 @@ def test_listed_samples_that_are_suspects_are_marked(number):
 
 def test_the_report_says_what_it_took():
     assert explain(network(), data(2), data(9)).seconds > 0
+
+
+@pytest.mark.parametrize(("names", "num_notes"), [(["a", "b"], 1), (["a", "b", "c"], 0)])
+def test_another_number_of_class_names_is_noted(names, num_notes):
+    train = data(9)
+    train.classes = names
+    notes = explain(network(), data(2), train).notes
+    assert [f"{len(names)} class names and 3 classes" in note for note in notes] == [True] * num_notes

@@ -280,7 +280,7 @@ def told(selection):
     queries = [(q.dataloader_idx, q.sample_id, q.label, q.loss, q.data[0].tolist()) for q in selection.queries]
     seen, wrong = selection.known_keys()
     keys = sorted(seen.tolist()), sorted(wrong.tolist())
-    return queries, selection.error_counts(), selection.pair_counts(), keys, selection.task
+    return queries, selection.error_counts(), selection.pair_counts(), keys, selection.task, selection.num_classes
 
 
 @every_policy
