@@ -212,9 +212,9 @@ def index_hint(logits: Tensor, targets: Tensor) -> str:
     """
     is_column = targets.ndim == 2 and targets.shape[1] == 1
     several = logits.ndim == 2 and logits.shape[1] > 1
-    if not several or not (is_column or targets.ndim == 1) or not _are_whole(targets):
-        return ""
     change = f"{'[:, 0]' if is_column else ''}{'.long()' if targets.is_floating_point() else ''}"
+    if not change or not several or not (is_column or targets.ndim == 1) or not _are_whole(targets):
+        return ""
     return (
         f"If these targets are class indices, let the dataset give integers [B], or pass an `Adapter` subclass as "
         f"`adapter=` whose `split` returns `targets{change}`. Otherwise: "
