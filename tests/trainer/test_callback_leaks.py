@@ -10,17 +10,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_gradsim import GradSimCallback
+from lightning_gradsim.history import FollowedQuery, TrendPoint
+from lightning_gradsim.records import ErrorPair, InfluentialSample, QueryReport
 from tests.trainer.support import Classifier, loader, make_trainer
 
 OURS = ("lightning_gradsim", "jinja2", "tensorboard")
 # What grows on purpose, up to a bound (the trends of a run, and the queries that it follows), and what the newest
 # report has more or fewer of.
 GROWING = {
-    "lightning_gradsim.history.TrendPoint",
-    "lightning_gradsim.history.FollowedQuery",
-    "lightning_gradsim.report.ErrorPair",
-    "lightning_gradsim.records.InfluentialSample",
-    "lightning_gradsim.records.QueryReport",
+    f"{kind.__module__}.{kind.__qualname__}"
+    for kind in (TrendPoint, FollowedQuery, ErrorPair, InfluentialSample, QueryReport)
 }
 
 
