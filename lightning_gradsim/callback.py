@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.arguments import check_choice, check_count, check_share, check_type, in_words
-from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.explanation import Part, Reading, names_note
 from lightning_gradsim.failures import MAX_FAILURES, Failures
-from lightning_gradsim.guard import with_buffers
 from lightning_gradsim.in_run import InRun
 from lightning_gradsim.layer_selection import LayerSpec, select_layers, trainable_layers
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import plan
-from lightning_gradsim.queries import QUERY_POLICIES, Query, QueryPolicy, QuerySelection, merge_selections
+from lightning_gradsim.queries import QUERY_POLICIES, QueryPolicy, QuerySelection
 from lightning_gradsim.query_collector import QueryCollector
 from lightning_gradsim.report import Report
 from lightning_gradsim.reporter import Reporter, ReporterSettings
@@ -33,13 +29,13 @@ from lightning_gradsim.schedule import Moment, Schedule
 from lightning_gradsim.scores import Similarity
 from lightning_gradsim.sinks import Sink
 from lightning_gradsim.supervision import Supervisor
-from lightning_gradsim.training_watch import FIRST_EPOCH, TrainingWatch
+from lightning_gradsim.training_watch import TrainingWatch
 from lightning_gradsim.true_labels import TrueLabels
 from lightning_gradsim.trusted_validation import validation_readers
+from lightning_gradsim.validation_reports import Mode, ValidationReports
 from lightning_gradsim.visit_statistics import InRunSettings
 
 STATE_VERSION = 2
-Mode = Literal["auto", "in_run", "pass"]
 MODES = ("auto", "in_run", "pass")
 NO_ARGUMENTS = frozenset({"self", "__class__"})
 logger = logging.getLogger(__name__)
@@ -115,9 +111,6 @@ class GradSimCallback(Callback):
         name: Folder, tag prefix and state key.
         on_error: ``"warn"``: what fails inside is reported, training goes on, and after three failures in a row the
             callback stops. ``"raise"``: the exception arrives. Wrong arguments always raise; so does ``fast_dev_run``.
-
-    Attributes:
-        report: The latest report, or ``None`` before the first.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -197,7 +190,6 @@ class GradSimCallback(Callback):
         self.time_budget, self.mode, self.trusted_val = time_budget, mode, trusted_val
         self.final_pass = final_pass or mode == "auto"
         self.settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget, damping=damping)
-        self.report: Report | None = None
         self._schedule = Schedule(every_n_epochs, every_n_steps, warmup_epochs, last_epoch_only)
         self._failures = Failures(type(self).__name__)
         truth = None if true_labels is None else TrueLabels(true_labels)
@@ -233,13 +225,29 @@ class GradSimCallback(Callback):
             trusted_val=trusted_val,
             has_budget=time_budget is not None,
         )
-        self._budget = TimeBudget(None, self._clock)
+        self._reports = ValidationReports(
+            self.adapter,
+            self._reporter,
+            self._watch,
+            self._supervisor,
+            self._clock,
+            self._failures,
+            mode=mode,
+            trusted_val=trusted_val,
+            time_budget=time_budget,
+            name=name,
+        )
         self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)
         self._collector: QueryCollector | None = None
         self._waiting: QueryCollector | None = None  # of the latest validation, in case it turns out to be the last
         self._batch_idx = -1
         self._is_over_budget = False
-        self._num_read = self._last_step = self._num_passed_over = self._num_due = 0
+        self._num_due = 0
+
+    @property
+    def report(self) -> Report | None:
+        """The latest report, or ``None`` before the first."""
+        return self._reports.latest
 
     @staticmethod
     def available_layers(module: nn.Module) -> list[str]:
@@ -287,9 +295,7 @@ class GradSimCallback(Callback):
             "version": STATE_VERSION,
             "seconds": self._clock.seconds,
             "failures": self._failures.in_a_row,
-            "num_read": self._num_read,
-            "last_step": self._last_step,
-            "passed_over": self._num_passed_over,
+            **self._reports.state_dict(),
             "in_run": self._watch.state_dict(),
             "history": self._reporter.state_dict(),
         }
@@ -304,9 +310,7 @@ class GradSimCallback(Callback):
             )
         self._clock.carry_over(float(state_dict.get("seconds", 0.0)))
         self._failures.in_a_row = int(state_dict.get("failures", 0)) % MAX_FAILURES  # one that has stopped tries again
-        self._num_read = int(state_dict.get("num_read", 0))
-        self._last_step = int(state_dict.get("last_step", 0))
-        self._num_passed_over = int(state_dict.get("passed_over", 0))
+        self._reports.load_state_dict(state_dict)
         self._watch.load_state_dict(state_dict.get("in_run", {}))
         self._reporter.load_state_dict(state_dict.get("history", {}))
 
@@ -316,7 +320,7 @@ class GradSimCallback(Callback):
         self._failures.in_a_row, self._failures.aloud = 0, trainer.is_global_zero
         if stage == "fit":
             # Before a resume loads its state.
-            self._num_read = self._last_step = self._num_passed_over = 0
+            self._reports.begin_run()
             self._batch_idx = -1
             self._reporter.begin_run()
             self._watch.attach(trainer)
@@ -329,7 +333,7 @@ class GradSimCallback(Callback):
         """Check what depends on the training data, before any time is spent on it."""
         self._clock.start_run()
         self._num_due = 0
-        self._budget = TimeBudget(self.time_budget, self._clock)
+        self._reports.start_training()
         self._reporter.set_source(trainer.train_dataloader)
         self._watch.start(trainer, pl_module)
 
@@ -409,14 +413,14 @@ class GradSimCallback(Callback):
         in_full = trainer.state.fn != "fit" or (self.final_pass and self._moment.ends_run)
         is_wanted = not (self._schedule.last_epoch_only or self._is_over_budget)
         if in_full or self._moment.ends_run or is_wanted:
-            self._explain(trainer, pl_module, collector, in_full=in_full)
+            self._reports.make(trainer, pl_module, collector, self._moment, in_full=in_full)
         if not self._moment.ends_run and self._wants_last:
             self._waiting = collector
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last validation, where only now it is known that it was the last (early stopping)."""
         collector, self._waiting = self._waiting, None
-        if not self._num_due and not self._last_step:  # a run that is resumed may have looked before
+        if not self._num_due and not self._reports.last_step:  # a run that is resumed may have looked before
             self._failures.warn_once(
                 "no validation of this run was one to look at, so nothing was explained. Check that `fit` has "
                 "validation data, and that the schedule (`every_n_epochs=`, `every_n_steps=`, `warmup_epochs=`) meets "
@@ -425,7 +429,7 @@ class GradSimCallback(Callback):
         if collector is not None:
             self._clock.start_validation()
             self._moment = replace(self._moment, ends_run=True)
-            self._explain(trainer, pl_module, collector, in_full=self.final_pass)
+            self._reports.make(trainer, pl_module, collector, self._moment, in_full=self.final_pass)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
@@ -449,13 +453,13 @@ class GradSimCallback(Callback):
         self._moment = moment = bridge.moment_of(trainer, self._batch_idx)
         self._is_over_budget = False
         is_last = moment.ends_run and self._wants_last
-        if is_last or not self._schedule.is_due(moment, moment.step - self._last_step):
+        if is_last or not self._schedule.is_due(moment, moment.step - self._reports.last_step):
             return is_last
-        if moment.ends_run or self._supervisor.on_rank_zero(trainer, self._budget.allows_report):
+        if moment.ends_run or self._supervisor.on_rank_zero(trainer, self._reports.budget.allows_report):
             return True
         self._is_over_budget = True
-        self._num_passed_over += 1
-        if self._num_passed_over == 1 and trainer.is_global_zero:
+        self._reports.num_passed_over += 1
+        if self._reports.num_passed_over == 1 and trainer.is_global_zero:
             logger.info("`%s` passes over validations to keep within `time_budget=%s`", self.name, self.time_budget)
         return self.final_pass or self.trusted_val  # it may turn out to be the last: its queries are kept
 
@@ -464,134 +468,6 @@ class GradSimCallback(Callback):
         if type(self.adapter).forward is Adapter.forward and type(self.adapter).step is Adapter.step:
             bridge.check_forward(module, type(self).__name__)
         self.adapter.bind(module, self.loss_fn)
-
-    def _explain(self, trainer: Trainer, module: LightningModule, collector: QueryCollector, *, in_full: bool) -> None:
-        directory = bridge.output_directory(trainer, self.name)
-        with self._supervisor.protected(trainer, self._moment.epoch, directory):
-            self._supervisor.stage = "the choice of queries"
-            found = self._supervisor.on_all_ranks(
-                trainer,
-                lambda: (
-                    collector.result(),
-                    bridge.buffers_to_share(trainer, module),
-                    None if self.mode == "pass" else self._watch.why_not_tapped(self._moment.epoch),
-                ),
-            )
-            selection, (_, buffers, reason) = merge_selections([each for each, *_ in found]), found[0]
-            self._supervisor.stage = "the report"
-            begin = self._clock.seconds
-            scored = self._supervisor.on_all_ranks(
-                trainer,
-                lambda: (
-                    self._score(trainer, module, selection, buffers, self._reading(trainer, reason, in_full=in_full)),
-                    self._watch.visits_of_pass(),
-                ),
-            )
-            parts, visits = [part for part, _ in scored], [shown for _, shown in scored]
-            reading_seconds = self._clock.seconds - begin
-            made: list[tuple[Report, tuple[Query, ...]]] = []  # on every rank alike: no need to send it
-            self._supervisor.on_all_ranks(trainer, lambda: made.append(self._make_report(trainer, selection, parts)))
-            report, kept = made[0]
-            judged = self._supervisor.on_all_ranks(
-                trainer, lambda: self._watch.suspects(report, visits) if trainer.is_global_zero else None
-            )[0]
-            assert judged is not None
-            trusted, problems = self._fine_tune(trainer, module, report, buffers)
-            report = replace(
-                self._reporter.with_suspects(report, judged[0], [*judged[1], *problems], trusted),
-                seconds=self._clock.validation_seconds,
-                time_share=self._clock.share,
-            )
-            if trainer.state.fn == "fit":
-                report = self._reporter.with_history(report, selection)
-            self.report = report
-            self._num_read += min(part.reached for part in parts)
-            self._last_step, self._num_passed_over = self._moment.step, 0
-            self._supervisor.on_all_ranks(
-                trainer,
-                lambda: self._publish(trainer, collector, report, kept, directory) if trainer.is_global_zero else None,
-            )
-            self._budget.end_report(self._clock.validation_seconds, reading_seconds)
-            self._failures.in_a_row = 0
-
-    def _score(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        selection: QuerySelection,
-        buffers: Mapping[str, Tensor],
-        reading: Reading,
-    ) -> Part:
-        with bridge.silenced(module), with_buffers(module, buffers):
-            return self._reporter.score(
-                module,
-                self.adapter,
-                selection,
-                replace(
-                    bridge.run_context(trainer, module), observe=self._watch.observer(trainer, self._reporter.num_ids)
-                ),
-                reading,
-                bridge.num_trial_batches(trainer),
-            )
-
-    def _fine_tune(
-        self, trainer: Trainer, module: LightningModule, report: Report, buffers: Mapping[str, Tensor]
-    ) -> tuple[Tensor | None, list[str]]:
-        """What a copy finds that has learned the validation labels, and what has failed; of rank zero, on all ranks."""
-        if not (self.trusted_val and self._moment.ends_run and trainer.state.fn == "fit"):
-            return None, []
-
-        def work() -> tuple[Tensor | None, list[str]]:
-            found, problems = None, list[str]()
-            if trainer.is_global_zero:
-                self._supervisor.stage = "fine-tuning a copy on the validation labels"
-                readers = validation_readers(bridge.flatten_loaders(trainer.val_dataloaders))
-                run = bridge.run_context(trainer, module)
-                with (
-                    self._supervisor.optional(trainer, problems.append),
-                    bridge.silenced(module),
-                    with_buffers(module, buffers),
-                ):
-                    found = self._reporter.fine_tune(module, self.adapter, report, readers, run)
-                self._supervisor.stage = "the report"
-            return found, [f"suspects are ranked without the validation labels: {problem}" for problem in problems]
-
-        return self._supervisor.on_all_ranks(trainer, work)[0]
-
-    def _reading(self, trainer: Trainer, reason: str | None, *, in_full: bool) -> Reading:
-        is_free = in_full or bridge.is_trial_run(trainer)
-        seconds = None if is_free else self._budget.reading_seconds(is_last=self._moment.ends_run)
-        reading = Reading(seconds, self._num_read, trainer.global_rank, trainer.world_size)
-        if is_free or self.mode == "pass":
-            return reading
-        tapped = None if reason is not None else self._watch.tapped()
-        return replace(reading, tapped=tapped, reason=reason, is_first=reason == FIRST_EPOCH)
-
-    def _make_report(
-        self, trainer: Trainer, selection: QuerySelection, parts: Sequence[Part]
-    ) -> tuple[Report, tuple[Query, ...]]:
-        report, kept = self._reporter.make_report(parts, selection)
-        notes = [*report.notes, *names_note(report, selection), *self._watch.notes]
-        unseen = bridge.unseen_note(trainer) if self._reporter.follows_training else None
-        if unseen is not None:
-            notes.append(unseen)
-        if self._num_passed_over:
-            number = f"{self._num_passed_over} earlier validation{'s were' if self._num_passed_over > 1 else ' was'}"
-            notes.append(f"{number} passed over to keep within `time_budget={self.time_budget}`")
-        return replace(report, epoch=self._moment.epoch, step=self._moment.step, notes=tuple(notes)), kept
-
-    def _publish(
-        self, trainer: Trainer, collector: QueryCollector, report: Report, kept: Sequence[Query], directory: Path
-    ) -> None:
-        self._reporter.log_plan(report)
-        readers = collector.readers({query.dataloader_idx for query in report.queries})
-        drawing = self._reporter.draw(report, kept, readers)
-        if bridge.is_trial_run(trainer):
-            return
-        seconds, share = self._clock.validation_seconds, self._clock.share  # now with what drawing took
-        notes = report.notes if drawing.shown.note is None else (*report.notes, drawing.shown.note)
-        self.report = report = replace(report, seconds=seconds, time_share=share, notes=notes)
-        self._reporter.write(report, drawing, directory, bridge.sinks_of(trainer))
 
     def _clear(self) -> None:
         self._collector = self._waiting = None
