@@ -1,8 +1,8 @@
 """Two processes under DDP: the callback needs no other arguments, and its report is that of all the data.
 
 Each process explains mistakes with its share of the training samples; what they found is merged, and the first one
-writes it. Run it with `python examples/two_processes.py` (half a minute): Lightning starts the second process by itself.
-With `--strategy ddp_spawn` or `ddp_fork` the training runs in children, so the report is read from its files.
+writes it. Run it with `python examples/two_processes.py` (half a minute): Lightning starts the second process. With
+`--strategy ddp_spawn` or `ddp_fork` the training runs in children, so the report is read from its files.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> Report:
         enable_model_summary=False,
     )
     trainer.fit(DigitsNet(), DataLoader(train_set, 32, shuffle=True), DataLoader(validation_set, 100))
-    report = load_report(Path(trainer.log_dir) / "gradsim")
+    report = load_report(options.log_dir)  # of several runs in that folder the newest
     if trainer.is_global_zero:  # the script itself runs twice under "ddp"
         print(f"\n{report.summary(num_queries=3, num_suspects=5)}")
     return report
