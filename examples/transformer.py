@@ -2,7 +2,7 @@
 
 Characters go in, one of four libraries comes out. `layers="all"` compares gradients of attention, normalisation and
 embedding as well as of the head; the printed plan says how each is computed and what it costs. Many names belong to two
-libraries, which the model cannot know: harmful samples then are the same name elsewhere. Run it with
+libraries, which no model can know: see what pushes towards these mistakes. Run it with
 `python examples/transformer.py` (about a minute).
 """
 
