@@ -226,6 +226,7 @@ def test_batches_of_different_length(max_intermediate):
 def test_autocast_is_close(case):
     """bfloat16 has 8 bits: scores agree to 10 % of the product of the norms, taken as its mean where it is smaller."""
     built = case.build(torch.float32)
+    _skip_where_torch_cannot(case.build(torch.float32))  # another one: statistics of batches change
     queries_before = reference_of(case)[0]
     result = pass_over(built, context=lambda: torch.autocast("cpu", dtype=torch.bfloat16), top_k=case.num_train)
     opponents, scale = similarities("dot", queries_before, reference_of(case)[2])
@@ -238,6 +239,17 @@ def test_autocast_is_close(case):
         limit = scale[position, ids].clamp(min=scale[position].mean())
         if len(ids):
             assert_close(scores, opponents[position, ids], limit, 0.1)
+
+
+def _skip_where_torch_cannot(built):
+    """Skip if the module alone, without us, cannot run in bfloat16: recurrent layers need instructions for it."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            built.module(built.train[0])
+    except RuntimeError as error:
+        if "could not create a primitive descriptor" not in str(error):
+            raise
+        pytest.skip("this processor has no bfloat16 for the layer: torch itself refuses its forward")
 
 
 @pytest.mark.parametrize("name", ["linear-2d", "linear-3d", "mlp-all", "conv-trunk"])
