@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import tempfile
-import uuid
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_gradsim.atomic_files import replacing
 
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError)
 """What ``read_sums`` raises, too, where a file is not what it should be."""
@@ -25,17 +25,8 @@ def write_sums(path: Path, ids: Tensor, sums: Tensor) -> None:
         ids: Sample ids, int64 ``[N]``.
         sums: Float32 ``[R, N]``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            torch.save({"ids": ids, "sums": sums.clone()}, file)  # of a view, all that it is a view of would be written
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        torch.save({"ids": ids, "sums": sums.clone()}, file)  # of a view, all that it is a view of would be written
 
 
 def read_sums(path: Path) -> tuple[Tensor, Tensor]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from lightning_gradsim.atomic_files import replacing
 from lightning_gradsim.report import Report
 
 # More than anyone relabels in one go; about 0.5 MB and half a second at every validation.
@@ -57,19 +56,8 @@ def write_bytes_atomically(content: bytes, path: str | Path) -> Path:
         The path.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Not `tempfile`: its files are readable by their owner only, and the replaced file would be too.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            # Without this, a crash of the machine can leave the new name with no content.
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(content)
     return path
 
 
