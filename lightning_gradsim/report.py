@@ -49,6 +49,7 @@ class Report:
         suspects: All scored training samples, the most suspect first.
         class_names: Names of the classes, if known.
         notes: Everything that limits this report, a sentence each.
+        occasion: What was explained instead of a validation of a run, in words; empty in a run.
         seconds: Seconds that the callback took for this report.
         time_share: All seconds of the callback so far over the seconds of the run without it; ``None`` outside ``fit``.
         augmented: Whether reading a training sample twice gives two different samples.
@@ -93,10 +94,16 @@ class Report:
     self_influence: Histogram | None = None
     trends: tuple[TrendPoint, ...] = ()
     followed: tuple[FollowedQuery, ...] = ()
+    occasion: str = ""
 
     def __repr__(self) -> str:
         """The words of ``summary``: thousands of suspects are no help in a terminal or a notebook."""
         return self.summary()
+
+    @property
+    def when_in_words(self) -> str:
+        """Epoch and step, or what was explained instead of a validation of a run."""
+        return self.occasion or f"epoch {self.epoch}, step {self.step}"
 
     @property
     def errors_in_words(self) -> str:
@@ -129,7 +136,7 @@ class Report:
 
     @property
     def suspect_queries(self) -> tuple[QueryReport, ...]:
-        """Queries whose own label looks wrong."""
+        """Queries whose own label may be wrong."""
         return tuple(query for query in self.queries if query.label_looks_wrong)
 
     def name_of(self, label: Label) -> str:
@@ -302,7 +309,7 @@ class Report:
 
     def _head_lines(self) -> Iterator[str]:
         layers = ", ".join(self.layers)
-        yield f"epoch {self.epoch}, step {self.step}: {self.errors_in_words}"
+        yield f"{self.when_in_words}: {self.errors_in_words}"
         yield f"{len(self.queries)} queries against {self.reference} ({layers}; {self.similarity})"
         if not self.queries:
             yield f"nothing to explain: {self.nothing_in_words}"
@@ -310,7 +317,7 @@ class Report:
 
     def _query_lines(self, query: QueryReport) -> Iterator[str]:
         probability = "" if query.probability is None else f" ({query.probability:.0%})"
-        doubt = "; this validation label looks wrong" if query.label_looks_wrong else ""
+        doubt = "; this validation label may be wrong" if query.label_looks_wrong else ""
         name = "?" if query.sample_id is None else str(query.sample_id)
         name += f" of loader {query.dataloader_idx}" if query.dataloader_idx else ""
         verdict = f"{self.name_of(query.label)} -> {self.name_of(query.prediction)}{probability}{doubt}"

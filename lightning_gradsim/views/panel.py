@@ -259,7 +259,7 @@ def _draw_verdict(canvas: Canvas, report: Report, query: QueryReport) -> None:
         facts = f"{facts.replace('validation sample', 'validation')} · wrong since epoch {query.wrong_since}"
     canvas.text(left, BLOCK_TOP + 92, fit_text(facts, BODY, WIDTH - MARGIN - left), BODY, MUTED)
     if query.label_looks_wrong:
-        words = "this validation label looks wrong"
+        words = "this validation label may be wrong"
         height = 36
         draw_strip(canvas, left, BLOCK_TOP + PICTURE - height, strip_width(words, height), words, height)
 

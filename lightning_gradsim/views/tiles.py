@@ -127,6 +127,11 @@ def shown_suggestion(suspect: Suspect) -> Label | None:
     return suspect.suggested_label if suspect.flagged else None
 
 
+def times_flagged(suspect: Suspect) -> str:
+    """In how many reports of the run a training sample was flagged, such as "4 of 6"; empty where it is not known."""
+    return "" if suspect.reports_flagged is None else f"{suspect.reports_flagged} of {suspect.reports_judged}"
+
+
 def label_text(report: Report, label: Label) -> str:
     """The name of a label in letters that the font has; the class number where the name has others."""
     if isinstance(label, tuple) and label:
@@ -148,4 +153,4 @@ def origin(report: Report) -> str:
     layers = ", ".join(report.layers[:MAX_LAYERS]) or "none"
     if len(report.layers) > MAX_LAYERS:
         layers += f" and {len(report.layers) - MAX_LAYERS} more"
-    return f"epoch {report.epoch}, step {report.step} · layer {layers} · {report.similarity}"
+    return f"{report.when_in_words} · layer {layers} · {report.similarity}"

@@ -202,7 +202,7 @@ def test_what_a_block_says(texts):
         "labelled",
         "predicted, 97%",
         "loss 3.50 · validation sample #17",
-        "this validation label looks wrong",
+        "this validation label may be wrong",
         "harmful: pushed towards this mistake",
         "look-alikes: alike in the model's eyes",
         "dot",
