@@ -28,8 +28,10 @@ from torch.utils.data import TensorDataset
 
 from lightning_gradsim import Adapter, Report
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.explanation import Reading, RunContext, make_reference, make_report, score_part
+from lightning_gradsim.explanation import make_report
 from lightning_gradsim.queries import QuerySelection
+from lightning_gradsim.reading import Reading, RunContext, score_part
+from lightning_gradsim.reference import make_reference
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,15 @@ from lightning_gradsim.arguments import check_choice, check_count, check_positiv
 from lightning_gradsim.batches import map_tensors
 from lightning_gradsim.engine import EngineSettings, ShardResult, score_shard
 from lightning_gradsim.errors import CheckpointError, LossError
-from lightning_gradsim.explanation import Part, Reference, make_reference, make_report, names_note
+from lightning_gradsim.explanation import make_report, names_note
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.memory import default_budget
 from lightning_gradsim.queries import QuerySelection
 from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch
+from lightning_gradsim.reading import Part
+from lightning_gradsim.reference import Reference, make_reference
 from lightning_gradsim.report import Report
 from lightning_gradsim.scores import Similarity
 from lightning_gradsim.topk import ScoreSums

@@ -27,8 +27,8 @@ from tqdm.auto import tqdm
 
 from lightning_gradsim.datasets import sample_ids
 from lightning_gradsim.errors import BatchFormatError
-from lightning_gradsim.explanation import RunContext
 from lightning_gradsim.lightning_twins import is_instance, overrides
+from lightning_gradsim.reading import RunContext
 from lightning_gradsim.schedule import Moment
 from lightning_gradsim.sinks import Sink, TensorBoardSink, WandbSink
 

@@ -14,19 +14,12 @@ from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.arguments import check_count, check_names, check_seed
 from lightning_gradsim.datasets import num_ids
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.explanation import (
-    AUGMENTED,
-    Part,
-    Reading,
-    Reference,
-    RunContext,
-    make_reference,
-    make_report,
-    score_part,
-)
+from lightning_gradsim.explanation import make_report
 from lightning_gradsim.history import History, TrendPoint, key_of
 from lightning_gradsim.presentation import Drawing, Presentation, PresentationSettings
 from lightning_gradsim.queries import Query, QuerySelection
+from lightning_gradsim.reading import Part, Reading, RunContext, score_part
+from lightning_gradsim.reference import AUGMENTED, Reference, make_reference
 from lightning_gradsim.report import Report
 from lightning_gradsim.sample_statistics import num_differing_labels
 from lightning_gradsim.sinks import Sink

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.errors import TrainingDataError
-from lightning_gradsim.explanation import NOISY_VALIDATION, RunContext
+from lightning_gradsim.explanation import NOISY_VALIDATION
 from lightning_gradsim.guard import preserving
 from lightning_gradsim.mislabel import DEFAULT_SCORE, add_trusted, standardise, trusted_scores
+from lightning_gradsim.reading import RunContext
 from lightning_gradsim.records import QueryReport
 from lightning_gradsim.suspects import TRUSTED, SuspectTable
 from lightning_gradsim.tasks import Task

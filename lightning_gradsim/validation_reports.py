@@ -14,11 +14,12 @@ from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
-from lightning_gradsim.explanation import Part, Reading, names_note
+from lightning_gradsim.explanation import names_note
 from lightning_gradsim.failures import Failures
 from lightning_gradsim.guard import with_buffers
 from lightning_gradsim.queries import Query, QuerySelection, merge_selections
 from lightning_gradsim.query_collector import QueryCollector
+from lightning_gradsim.reading import Part, Reading
 from lightning_gradsim.report import Report
 from lightning_gradsim.reporter import Reporter
 from lightning_gradsim.schedule import Moment

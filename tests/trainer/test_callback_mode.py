@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
-from lightning_gradsim import explanation, rereading, shortlist
+from lightning_gradsim import reading, rereading, shortlist
 from tests.trainer.processes import ddp, run_processes
 from tests.trainer.support import (
     Classifier,
@@ -39,7 +39,7 @@ def data():
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Shares that are made for thousands of samples."""
-    monkeypatch.setattr(explanation, "MIN_FIRST", 40)
+    monkeypatch.setattr(reading, "MIN_FIRST", 40)
     monkeypatch.setattr(rereading, "MIN_PROBE", 20)
 
 

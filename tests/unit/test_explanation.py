@@ -9,14 +9,10 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.engine import EngineSettings
-from lightning_gradsim.explanation import (
-    Reading,
-    RunContext,
-    make_reference,
-    make_report,
-    score_part,
-)
+from lightning_gradsim.explanation import make_report
 from lightning_gradsim.queries import QuerySelection
+from lightning_gradsim.reading import Reading, RunContext, score_part
+from lightning_gradsim.reference import make_reference
 from lightning_gradsim.train_pass import make_reader
 
 CLASSES, NUM_TRAIN, NUM_VALIDATION = 3, 60, 40
@@ -262,7 +258,7 @@ def test_class_names_of_the_dataset():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 70])
 def test_several_processes_read_a_share_each(setting, monkeypatch, world_size, seconds):
     module, adapter, train, validation = setting
-    monkeypatch.setattr("lightning_gradsim.explanation.default_budget", lambda _, number: 10**9 // number)
+    monkeypatch.setattr("lightning_gradsim.reading.default_budget", lambda _, number: 10**9 // number)
     selection, reference = validate(module, adapter, validation), make_reference(train, adapter, None, 0)
     parts = [
         score_part(
@@ -307,7 +303,7 @@ def test_what_is_reached_is_the_first_place_left_unread(setting, world_size):
 
 def test_the_choice_behind_the_curvature_is_seeded_and_named(setting, monkeypatch):
     module, adapter, train, validation = setting
-    monkeypatch.setattr("lightning_gradsim.explanation.CURVATURE_SAMPLES", 25)
+    monkeypatch.setattr("lightning_gradsim.reference.CURVATURE_SAMPLES", 25)
     chosen = [make_reference(train, adapter, None, seed).for_curvature().ids.tolist() for seed in (0, 0, 1)]
     assert chosen[0] == chosen[1] != chosen[2]
     assert len(set(chosen[0])) == 25
@@ -315,5 +311,5 @@ def test_the_choice_behind_the_curvature_is_seeded_and_named(setting, monkeypatc
     note = "influence takes its curvature from 25 training samples, chosen at random"
     assert note in report_of(module, adapter, train, selection, similarity="influence").notes
     assert note not in report_of(module, adapter, train, selection).notes
-    monkeypatch.setattr("lightning_gradsim.explanation.CURVATURE_SAMPLES", NUM_TRAIN)
+    monkeypatch.setattr("lightning_gradsim.reference.CURVATURE_SAMPLES", NUM_TRAIN)
     assert not report_of(module, adapter, train, selection, similarity="influence").notes
