@@ -110,7 +110,8 @@ class Report:
         """How many validation samples are wrong; in regression, how many were looked at."""
         if self.task == "regression":
             return f"{self.num_validation_samples:,} validation samples, studied by loss"
-        return f"{self.num_errors:,} of {self.num_validation_samples:,} validation samples wrong"
+        kind = "samples" if self.occasion else "validation samples"
+        return f"{self.num_errors:,} of {self.num_validation_samples:,} {kind} wrong"
 
     @property
     def nothing_in_words(self) -> str:

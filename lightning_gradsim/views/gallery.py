@@ -40,8 +40,8 @@ from lightning_gradsim.views.tiles import (
     WIDTH,
     draw_arrow,
     draw_bar,
+    draw_name,
     label_text,
-    score_text,
     shown_suggestion,
     suspects_title,
     times_flagged,
@@ -149,8 +149,7 @@ def _draw_caption(
     bottom = top + (40 if is_short else 66)
     share = min(abs(suspect.score) / full_bar, 1.0) if full_bar and math.isfinite(suspect.score) else 0.0
     draw_bar(canvas, left, bottom, TILE, share)
-    right = canvas.text_right(left + TILE, bottom + BAR + 22, score_text(suspect.score), BODY)
-    canvas.text(left, bottom + BAR + 22, fit_text(f"#{suspect.sample_id}", BODY, right - 8 - left), BODY)
+    draw_name(canvas, left, bottom + BAR + 22, suspect.sample_id, suspect.score)
     if times_flagged(suspect):
         words = f"flagged {times_flagged(suspect)}"
         canvas.text(left, bottom + BAR + 22 + CAPTION_LINE, fit_text(words, BODY, TILE), BODY, MUTED)

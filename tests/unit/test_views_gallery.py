@@ -45,7 +45,7 @@ def test_what_is_said(texts):  # noqa: F811
     caption = "epoch 9, step 2300 · the first 9 by margin_knn · 4 of 9 flagged · seen 7 times"
     assert caption in " ".join(said)
     start = said.index("cat")
-    assert said[start : start + 4] == ["cat", "dog", "8.00", "#100"]
+    assert said[start : start + 4] == ["cat", "dog", "#100", "8.00"]
     assert said.count("cat") == 3 + 1, "three samples are labelled so; one of the four that are flagged is rather so"
     assert "suggested label, if flagged" in said
 
