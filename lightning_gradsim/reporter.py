@@ -92,6 +92,11 @@ class Reporter:
         return self._source is not None
 
     @property
+    def top_k(self) -> int:
+        """Length of the lists."""
+        return self._settings.engine.top_k
+
+    @property
     def num_ids(self) -> int:
         """Number of sample ids of the training data; they grow with the data."""
         return num_ids(getattr(self._source, "dataset", self._source))

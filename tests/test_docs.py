@@ -18,6 +18,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_gradsim
 from lightning_gradsim import GradSimCallback, PerSampleGradients, command_line
 from lightning_gradsim.rules import find_rule, registry
 from tests.noninterference.cases import CASES
@@ -112,6 +113,16 @@ def test_every_page_is_run_and_what_is_not_run_is_named():
             r"^```(.*)\n(?:.*\n)*?```$", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE
         )
         assert set(languages) <= {"python", "text", "yaml", "bash", ""}, page
+
+
+def test_every_public_name_has_its_place_in_the_api_pages():
+    pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES if page.startswith("api/"))
+    described = re.findall(r"^::: lightning_gradsim\.(?:\w+\.)*(\w+)$", pages, re.MULTILINE)
+    errors = [name for name in lightning_gradsim.__all__ if name in {"GradSimError", "GradSimWarning"}]
+    assert {*lightning_gradsim.__all__} <= {*described, *errors}
+    assert "::: lightning_gradsim.errors" in pages
+    index = (ROOT / "docs" / "api" / "index.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in index for name in lightning_gradsim.__all__)
 
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / page for page in PAGES)]

@@ -18,6 +18,7 @@ from lightning_gradsim.views.images import RgbImage, picture_notes, to_jpeg, to_
 from lightning_gradsim.views.pairs import make_matrix
 from lightning_gradsim.views.sortable import (
     NOTHING,
+    along_run_table,
     cut,
     followed_table,
     pairs_table,
@@ -26,11 +27,17 @@ from lightning_gradsim.views.sortable import (
     suggested_label,
     suspects_table,
 )
-from lightning_gradsim.views.tiles import doubted_label, origin, score_text, suspects_title, times_flagged
+from lightning_gradsim.views.tiles import (
+    TILES_PER_ROW,
+    doubted_label,
+    origin,
+    score_text,
+    suspects_title,
+    times_flagged,
+)
 from lightning_gradsim.views.values import ValueScale, make_scale
 
 MAX_GALLERY = 24
-TILES_PER_ROW = 4
 SMALL = 100
 """Pictures with fewer pixels a side are drawn with hard pixel edges."""
 
@@ -122,6 +129,7 @@ class _PageMaker:
             "trends": self._trends(),
             "histogram": None if report.self_influence is None else draw_histogram(report.self_influence),
             "followed": followed_table(report),
+            "along_run": along_run_table(report),
             "plan": "" if report.plan is None else str(report.plan),
             "cost": report.cost_in_words,
             "settings": list(report.settings.items()),
@@ -134,6 +142,7 @@ class _PageMaker:
         sections += [("Class pairs", "pairs")] if report.error_pairs else []
         sections += [("Trends", "trends")] if report.trends else []
         sections += [("Followed mistakes", "followed")] if report.followed else []
+        sections += [("Along the run", "along")] if report.along_run else []
         return [*sections, ("This run", "run")]
 
     def _matrix(self) -> dict[str, Any]:

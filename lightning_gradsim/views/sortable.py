@@ -10,7 +10,7 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.pairs import find_pairs
-from lightning_gradsim.views.tiles import score_text, times_flagged
+from lightning_gradsim.views.tiles import TILES_PER_ROW, score_text, times_flagged
 
 MAX_SUSPECT_ROWS = 200
 MAX_PAIR_ROWS = 20
@@ -199,6 +199,34 @@ def followed_table(report: Report) -> Table:
     )
     columns = ("sample", "label", "last prediction", "wrong since epoch", "fixed at epoch")
     return Table(_columns(columns, {"sample", "wrong since epoch", "fixed at epoch"}), rows)
+
+
+def along_run_table(report: Report) -> Table:
+    """Validation samples whose similarities are summed over the run, with the first of their lists.
+
+    Args:
+        report: What the validation showed.
+
+    Returns:
+        A row for each.
+    """
+    name = report.name_of
+    rows = tuple(
+        (
+            Cell(f"{each.sample_id}{f' of loader {each.dataloader_idx}' if each.dataloader_idx else ''}"),
+            Cell(name(each.label)),
+            Cell(name(each.prediction)),
+            Cell(str(each.since_epoch)),
+            Cell(str(each.num_reports)),
+            *(
+                Cell(", ".join(f"#{one.sample_id} ({name(one.label)})" for one in samples[:TILES_PER_ROW]))
+                for samples in (each.harmful, each.proponents)
+            ),
+        )
+        for each in report.along_run
+    )
+    columns = ("sample", "label", "prediction", "since epoch", "reports", "most harmful", "strongest proponents")
+    return Table(_columns(columns, {"sample", "since epoch", "reports"}), rows)
 
 
 def notes_table(report: Report) -> Table:
