@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import check_choice, check_count, check_positive, check_seed
+from lightning_gradsim.arguments import check_choice, check_count, check_positive, check_seed, in_words
 from lightning_gradsim.batches import map_tensors
 from lightning_gradsim.engine import EngineSettings, ShardResult, score_shard
 from lightning_gradsim.errors import CheckpointError, LossError
@@ -31,6 +31,7 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.scores import Similarity
 from lightning_gradsim.topk import ScoreSums
 from lightning_gradsim.train_pass import make_reader
+from lightning_gradsim.versions import installed_versions
 
 Checkpoint = str | Path | Mapping[str, Any]
 Target = Literal["true", "predicted"]
@@ -96,6 +97,8 @@ def explain(
     Source:
         Sums over checkpoints, weighted by learning rates: Pruthi et al. (2020), TracIn, arXiv:2002.08484.
     """
+    words = {argument: in_words(value) for argument, value in locals().items() if argument != "checkpoints"}
+    words["checkpoints"] = in_words(checkpoints and [_name_of(checkpoint) for checkpoint in checkpoints], longest=1000)
     begin = time.perf_counter()
     settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget, damping=damping, keep_right=True)
     check_choice("target", target, ("true", "predicted"))
@@ -116,7 +119,14 @@ def explain(
         how = "" if learning_rates is None else ", weighted by learning rates"
         note = f"scores are sums over {len(weights)} checkpoints{how}, look-alikes averages"
         report = replace(report, notes=(*report.notes, note))
-    return replace(report, seconds=time.perf_counter() - begin)
+    number = "its present weights" if checkpoints is None else f"{len(weights)} checkpoint{'s' * (len(weights) > 1)}"
+    return replace(
+        report,
+        occasion=f"{type(model).__name__}, {number}",
+        settings=words,
+        versions=installed_versions(),
+        seconds=time.perf_counter() - begin,
+    )
 
 
 def _weights(checkpoints: Sequence[Checkpoint] | None, learning_rates: Sequence[float] | None) -> list[float]:
@@ -257,6 +267,10 @@ def _load(model: nn.Module, checkpoint: Checkpoint) -> None:
             f"{name} does not fit `{type(model).__name__}`: it {', '.join(problems)}. Pass checkpoints of this module."
         )
     model.load_state_dict(state)
+
+
+def _name_of(checkpoint: Checkpoint) -> str:
+    return "a state dict" if isinstance(checkpoint, Mapping) else str(checkpoint)
 
 
 def _named(keys: Sequence[str]) -> str:

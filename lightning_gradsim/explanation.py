@@ -15,7 +15,7 @@ from lightning_gradsim.tasks import Task
 
 MAX_PAIRS = 1000
 NOISY_VALIDATION = 0.3
-"""Share of queries whose own label looks wrong from which the report warns of a noisy validation set."""
+"""Share of queries whose own label may be wrong from which the report warns of a noisy validation set."""
 RAN_SHORT = (
     "memory did not suffice for what was planned: smaller pieces were taken, with the same results; pass a smaller "
     "`memory_budget=` to plan for it"
@@ -161,7 +161,7 @@ def _notes(selection: QuerySelection, queries: Sequence[QueryReport], *, has_tea
     doubtful = sum(query.label_looks_wrong for query in queries)
     if len(queries) > 2 and doubtful > NOISY_VALIDATION * len(queries):
         notes.append(
-            f"{doubtful} of {len(queries)} queries look wrongly labelled themselves: with a noisy validation set the "
+            f"{doubtful} of {len(queries)} queries may be wrongly labelled themselves: with a noisy validation set the "
             "training samples listed as harmful may be right"
         )
     return notes

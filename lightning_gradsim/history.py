@@ -17,6 +17,8 @@ MAX_POINTS = 500
 MAX_FOLLOWED = 100
 MAX_WRONG = 100_000
 """Misclassified samples whose first epoch is remembered, at 12 bytes each."""
+MAX_COUNTED = 10_000_000
+"""Sample ids up to which is counted how often training samples were flagged, at 4 bytes each."""
 TOP_SHARE, MIN_TOP, MAX_TOP = 0.01, 10, 1000
 
 
@@ -75,7 +77,7 @@ def key_of(dataloader_idx: int, sample_id: int) -> int:
 
 
 class History:
-    """Remembers what reports of a run need of earlier ones; a few bytes for each mistake.
+    """Remembers what reports of a run need of earlier ones; a few bytes for each mistake and training sample.
 
     Attributes:
         points: One for each report, the newest last.
@@ -87,6 +89,7 @@ class History:
         self._wrong_since: NDArray[np.int32] = np.empty(0, np.int32)
         self._followed: dict[int, FollowedQuery] = {}
         self._top: Tensor = torch.empty(0, dtype=torch.long)
+        self._counts = torch.zeros(0, 2, dtype=torch.int16)
 
     @property
     def followed(self) -> tuple[FollowedQuery, ...]:
@@ -159,6 +162,28 @@ class History:
             return None
         return float(torch.isin(top, before).double().mean())
 
+    def count_flagged(self, sample_ids: Tensor, flagged: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Count the reports of the run in which training samples were flagged, with this one.
+
+        Args:
+            sample_ids: The samples that this report judges, int64 ``[N]``, each once.
+            flagged: Which of them it flags, bool ``[N]``.
+
+        Returns:
+            How many reports have flagged each, and how many have judged it, int16 ``[N]``; ``None`` where there are no
+            samples, or ids beyond ``MAX_COUNTED``.
+        """
+        length = int(sample_ids.max()) + 1 if len(sample_ids) else 0
+        if not 0 < length <= MAX_COUNTED:
+            return None
+        counts = torch.zeros(max(length, len(self._counts)), 2, dtype=torch.int16)
+        counts[: len(self._counts)] = self._counts
+        more = torch.stack([flagged, torch.ones_like(flagged)], dim=1)
+        counts[sample_ids] = (counts[sample_ids].int() + more).clamp(max=torch.iinfo(torch.int16).max).short()
+        self._counts = counts
+        num_flagged, num_judged = counts[sample_ids].unbind(1)
+        return num_flagged, num_judged
+
     def add(self, point: TrendPoint) -> None:
         """Remember a report; of many, every second of the older ones is forgotten."""
         points = (*self.points, point)
@@ -172,6 +197,7 @@ class History:
             "wrong_keys": torch.from_numpy(self._wrong_keys.copy()),
             "wrong_since": torch.from_numpy(self._wrong_since.copy()),
             "top": self._top,
+            "counts": self._counts,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,7 +212,7 @@ class History:
         followed = [FollowedQuery(**query) for query in state["followed"]]
         self._followed = {key_of(query.dataloader_idx, query.sample_id): query for query in followed}
         self._wrong_keys, self._wrong_since = state["wrong_keys"].numpy().copy(), state["wrong_since"].numpy().copy()
-        self._top = state["top"]
+        self._top, self._counts = state["top"], state.get("counts", self._counts)
 
     def _after(self, query: FollowedQuery, key: int, epoch: int, *, is_seen: bool) -> FollowedQuery:
         """A followed query after a validation."""

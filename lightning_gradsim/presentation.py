@@ -32,13 +32,19 @@ from lightning_gradsim.views import (
     QUERIES_PER_PAGE,
     ExhibitMaker,
     Pixels,
+    Table,
     class_pairs_markdown,
     class_pairs_picture,
+    influences_table,
     mistake_panel,
     mistakes_markdown,
+    notes_table,
+    pairs_table,
+    queries_table,
     report_page,
     suspects_gallery,
     suspects_markdown,
+    suspects_table,
 )
 
 MISTAKES, SUSPECTS, CLASS_PAIRS = "mistakes", "suspects", "class_pairs"
@@ -158,7 +164,8 @@ class Presentation:
         sinks = [*sinks, *self._settings.sinks]
         if not sinks:
             self._warn(f"no logger takes pictures: the report is in `{directory}` and in `callback.report`")
-        publication = self._publication(report, drawing)
+        has_tables = any(hasattr(sink, "write_tables") for sink in sinks)
+        publication = self._publication(report, drawing, _tables(report, drawing.shown) if has_tables else {})
         write_everywhere(
             [
                 ("files", lambda: self._write_files(report, drawing.shown, publication.pngs, directory)),
@@ -184,7 +191,7 @@ class Presentation:
                 if path.name not in pictures:  # that of an earlier report, perhaps of a run that this one resumes
                     path.unlink(missing_ok=True)
 
-    def _publication(self, report: Report, drawing: Drawing) -> Publication:
+    def _publication(self, report: Report, drawing: Drawing, tables: Mapping[str, Table]) -> Publication:
         name, shown = self._settings.name, drawing.shown
         scalars: dict[str, float | None] = {
             "errors": float(report.num_errors),
@@ -211,4 +218,15 @@ class Presentation:
             texts={f"{name}/{tag}": text for tag, text in texts.items()},
             scalars={f"{name}/{tag}": value for tag, value in scalars.items() if value is not None},
             histograms={f"{name}/{tag}": values for tag, values in histograms.items()},
+            tables={f"{name}/{tag}": table for tag, table in tables.items()},
         )
+
+
+def _tables(report: Report, shown: ShownSamples) -> dict[str, Table]:
+    tables = {
+        MISTAKES: queries_table(report),
+        "influences": influences_table(report, shown.queries, shown.train),
+        SUSPECTS: suspects_table(report, shown.train),
+        "notes": notes_table(report),
+    }
+    return {**tables, CLASS_PAIRS: pairs_table(report)} if report.error_pairs else tables

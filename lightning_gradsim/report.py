@@ -50,6 +50,7 @@ class Report:
         suspects: All scored training samples, the most suspect first.
         class_names: Names of the classes, if known.
         notes: Everything that limits this report, a sentence each.
+        occasion: What was explained instead of a validation of a run, in words; empty in a run.
         seconds: Seconds that the callback took for this report.
         time_share: All seconds of the callback so far over the seconds of the run without it; ``None`` outside ``fit``.
         augmented: Whether reading a training sample twice gives two different samples.
@@ -96,17 +97,24 @@ class Report:
     trends: tuple[TrendPoint, ...] = ()
     followed: tuple[FollowedQuery, ...] = ()
     along_run: tuple[QueryAlongRun, ...] = ()
+    occasion: str = ""
 
     def __repr__(self) -> str:
         """The words of ``summary``: thousands of suspects are no help in a terminal or a notebook."""
         return self.summary()
 
     @property
+    def when_in_words(self) -> str:
+        """Epoch and step, or what was explained instead of a validation of a run."""
+        return self.occasion or f"epoch {self.epoch}, step {self.step}"
+
+    @property
     def errors_in_words(self) -> str:
         """How many validation samples are wrong; in regression, how many were looked at."""
         if self.task == "regression":
             return f"{self.num_validation_samples:,} validation samples, studied by loss"
-        return f"{self.num_errors:,} of {self.num_validation_samples:,} validation samples wrong"
+        kind = "samples" if self.occasion else "validation samples"
+        return f"{self.num_errors:,} of {self.num_validation_samples:,} {kind} wrong"
 
     @property
     def nothing_in_words(self) -> str:
@@ -132,7 +140,7 @@ class Report:
 
     @property
     def suspect_queries(self) -> tuple[QueryReport, ...]:
-        """Queries whose own label looks wrong."""
+        """Queries whose own label may be wrong."""
         return tuple(query for query in self.queries if query.label_looks_wrong)
 
     def name_of(self, label: Label) -> str:
@@ -312,7 +320,7 @@ class Report:
 
     def _head_lines(self) -> Iterator[str]:
         layers = ", ".join(self.layers)
-        yield f"epoch {self.epoch}, step {self.step}: {self.errors_in_words}"
+        yield f"{self.when_in_words}: {self.errors_in_words}"
         yield f"{len(self.queries)} queries against {self.reference} ({layers}; {self.similarity})"
         if not self.queries:
             yield f"nothing to explain: {self.nothing_in_words}"
@@ -320,7 +328,7 @@ class Report:
 
     def _query_lines(self, query: QueryReport) -> Iterator[str]:
         probability = "" if query.probability is None else f" ({query.probability:.0%})"
-        doubt = "; this validation label looks wrong" if query.label_looks_wrong else ""
+        doubt = "; this validation label may be wrong" if query.label_looks_wrong else ""
         name = "?" if query.sample_id is None else str(query.sample_id)
         name += f" of loader {query.dataloader_idx}" if query.dataloader_idx else ""
         verdict = f"{self.name_of(query.label)} -> {self.name_of(query.prediction)}{probability}{doubt}"

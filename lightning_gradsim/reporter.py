@@ -241,6 +241,10 @@ class Reporter:
         history.follow(
             [(key, query.label, query.prediction) for key, query in shown[: self._settings.presentation.num_shown]]
         )
+        suspects = report.suspects
+        counts = history.count_flagged(suspects.sample_ids, suspects.flagged)
+        if counts is not None:
+            report = replace(report, suspects=replace(suspects, reports_flagged=counts[0], reports_judged=counts[1]))
         harmful = [sample.label_is_prediction for query in report.queries for sample in query.harmful]
         point = TrendPoint(
             report.epoch,

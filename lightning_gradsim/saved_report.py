@@ -154,20 +154,23 @@ def _to_table(rows: Sequence[Mapping[str, str]], task: str, num_classes: int | N
         values = [row[name] for row in rows]
         return torch.tensor([float(value or "nan") for value in values]).to(dtype) if any(values) else None
 
-    ids, visits = (
-        torch.tensor([int(row[name] or -1) for row in rows], dtype=torch.long) for name in ("sample_id", "visits")
-    )
+    def counts(name: str, dtype: torch.dtype = torch.int16) -> Tensor | None:
+        values = [row[name] for row in rows]
+        return torch.tensor([int(value) for value in values], dtype=dtype) if all(values) else None
+
     scores = column("score", torch.float32)
     parts = {name: values for name in SUSPECT_PARTS if (values := column(name, torch.float32)) is not None}
     return SuspectTable(
-        ids,
-        torch.full(ids.shape, math.nan) if scores is None else scores,
+        torch.tensor([int(row["sample_id"]) for row in rows]),
+        torch.full((len(rows),), math.nan) if scores is None else scores,
         _to_labels([row["label"] for row in rows], task, num_classes),
         column("suggested_label", torch.int32),
         column("probability", torch.float32),
         torch.tensor([row["flagged"] == "True" for row in rows]),
         parts=parts,
-        visits=None if bool((visits < 0).any()) else visits,
+        visits=counts("visits", torch.long),
+        reports_flagged=counts("reports_flagged"),
+        reports_judged=counts("reports_judged"),
     )
 
 

@@ -29,6 +29,8 @@ SUSPECT_COLUMNS = (
     "flagged",
     *SUSPECT_PARTS,
     "visits",
+    "reports_flagged",
+    "reports_judged",
 )
 
 
@@ -45,6 +47,8 @@ class Suspect:
         flagged: Whether the model's prediction differs from the given label.
         parts: Other scores of it, by name.
         visits: In how many training steps it was seen; ``None`` where training steps were not watched.
+        reports_flagged: In how many reports of the run it was flagged, with this one; ``None`` outside a run.
+        reports_judged: In how many reports of the run it was among the suspects, flagged or not; ``None`` likewise.
     """
 
     sample_id: int
@@ -55,6 +59,8 @@ class Suspect:
     flagged: bool
     parts: Mapping[str, float] = field(default_factory=dict)
     visits: int | None = None
+    reports_flagged: int | None = None
+    reports_judged: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +78,8 @@ class SuspectTable(Sequence[Suspect]):
         parts: Other scores, by name, float32 ``[N]``.
         visits: In how many training steps each was seen, int64 ``[N]``, or ``None``.
         upper_estimate: An upper estimate of the number of wrong labels, or ``None``.
+        reports_flagged: In how many reports of the run each was flagged, int16 ``[N]``, or ``None``.
+        reports_judged: In how many reports of the run each was among the suspects, int16 ``[N]``, or ``None``.
     """
 
     sample_ids: Tensor
@@ -84,6 +92,8 @@ class SuspectTable(Sequence[Suspect]):
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     visits: Tensor | None = None
     upper_estimate: int | None = None
+    reports_flagged: Tensor | None = None
+    reports_judged: Tensor | None = None
 
     def __len__(self) -> int:
         """Number of scored training samples."""
@@ -126,6 +136,8 @@ class SuspectTable(Sequence[Suspect]):
             flagged=bool(self.flagged[index]),
             parts={name: float(values[index]) for name, values in self.parts.items()},
             visits=None if self.visits is None else int(self.visits[index]),
+            reports_flagged=None if self.reports_flagged is None else int(self.reports_flagged[index]),
+            reports_judged=None if self.reports_judged is None else int(self.reports_judged[index]),
         )
 
     @property
@@ -187,7 +199,10 @@ class SuspectTable(Sequence[Suspect]):
             self.scores[:number].tolist(),
             self.flagged[:number].tolist(),
             *(self.parts[name][:number].tolist() if name in self.parts else none for name in SUSPECT_PARTS),
-            none if self.visits is None else self.visits[:number].tolist(),
+            *(
+                none if values is None else values[:number].tolist()
+                for values in (self.visits, self.reports_flagged, self.reports_judged)
+            ),
         )
         return [dict(zip(SUSPECT_COLUMNS, row, strict=True)) for row in zip(*columns, strict=True)]
 

@@ -130,6 +130,6 @@ def trusted_notes(queries: Sequence[QueryReport]) -> list[str]:
     if len(queries) > 2 and doubtful > NOISY_VALIDATION * len(queries):
         notes.append(
             f"`trusted_val=True` is doubtful here: the label of {doubtful} of {len(queries)} studied validation "
-            "mistakes looks wrong, and wrong validation labels mislead the ranking. Leave it out, or correct them"
+            "mistakes may be wrong, and wrong validation labels mislead the ranking. Leave it out, or correct them"
         )
     return notes

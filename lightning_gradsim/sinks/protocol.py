@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_gradsim.errors import SinkError
 from lightning_gradsim.views.images import to_png
+from lightning_gradsim.views.sortable import Table
 
 
 @runtime_checkable
@@ -20,8 +21,9 @@ class Sink(Protocol):
 
     Each method is called once a report, on rank zero. What one raises stops neither other sinks nor training.
 
-    A sink may also have ``write_histograms(histograms, step)``, for arrays of numbers by tag, and
-    ``write_pngs(pngs, step)``, which then gets the pictures as contents of PNG files instead of ``write_images``.
+    A sink may also have ``write_histograms(histograms, step)``, for arrays of numbers by tag, and, called instead of
+    those for pictures and texts: ``write_pngs(pngs, step)``, for contents of PNG files by tag, and
+    ``write_tables(tables, step)``, for tables by tag, each with ``columns`` and ``plain_rows()``.
     """
 
     def write_images(self, images: Mapping[str, NDArray[np.uint8]], step: int) -> None:
@@ -44,6 +46,7 @@ class Publication:
         texts: Markdown by tag.
         scalars: Numbers by tag.
         histograms: Arrays of numbers by tag.
+        tables: Tables by tag, which say what the texts say.
     """
 
     step: int
@@ -51,6 +54,7 @@ class Publication:
     texts: Mapping[str, str] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    tables: Mapping[str, Table] = field(default_factory=dict)
 
     @cached_property
     def pngs(self) -> Mapping[str, bytes]:
@@ -63,7 +67,11 @@ class Publication:
         Args:
             sink: The sink.
         """
-        sink.write_texts(self.texts, self.step)
+        write_tables = getattr(sink, "write_tables", None)
+        if write_tables is None:
+            sink.write_texts(self.texts, self.step)
+        else:
+            write_tables(self.tables, self.step)
         write_pngs = getattr(sink, "write_pngs", None)
         if write_pngs is None:
             sink.write_images(self.images, self.step)

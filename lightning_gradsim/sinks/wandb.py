@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gradsim.views.sortable import Table
+
 STEP = "trainer/global_step"
 """Where Lightning's own logger writes the step, which is the axis of its charts."""
 
@@ -29,11 +31,18 @@ class WandbSink:
         self._log({tag: wandb.Image(pixels) for tag, pixels in images.items()}, step)
 
     def write_texts(self, texts: Mapping[str, str], step: int) -> None:
-        """Write Markdown, as the text of a table of one cell: there is no other form that keeps it."""
+        """Leave out Markdown, for which there is no form here: tables say what it says."""
+
+    def write_tables(self, tables: Mapping[str, Table], step: int) -> None:
+        """Write tables, with columns that can be sorted and filtered."""
         import wandb
 
         self._log(
-            {f"{tag}_table": wandb.Table(columns=["markdown"], data=[[text]]) for tag, text in texts.items()}, step
+            {
+                f"{tag}_table": wandb.Table(columns=[each.name for each in table.columns], data=table.plain_rows())
+                for tag, table in tables.items()
+            },
+            step,
         )
 
     def write_histograms(self, histograms: Mapping[str, NDArray[np.float64]], step: int) -> None:

@@ -7,6 +7,14 @@ from lightning_gradsim.views.images import RgbImage, ValueRange, to_rgb, to_tile
 from lightning_gradsim.views.page import report_page
 from lightning_gradsim.views.pairs import class_pairs_picture
 from lightning_gradsim.views.panel import QUERIES_PER_PAGE, mistake_panel
+from lightning_gradsim.views.sortable import (
+    Table,
+    influences_table,
+    notes_table,
+    pairs_table,
+    queries_table,
+    suspects_table,
+)
 from lightning_gradsim.views.tables import class_pairs_markdown, mistakes_markdown, suspects_markdown
 
 __all__ = [
@@ -15,15 +23,21 @@ __all__ = [
     "ExhibitMaker",
     "Pixels",
     "RgbImage",
+    "Table",
     "ValueRange",
     "are_near_duplicates",
     "class_pairs_markdown",
     "class_pairs_picture",
+    "influences_table",
     "mistake_panel",
     "mistakes_markdown",
+    "notes_table",
+    "pairs_table",
+    "queries_table",
     "report_page",
     "suspects_gallery",
     "suspects_markdown",
+    "suspects_table",
     "to_rgb",
     "to_tile",
 ]

@@ -40,10 +40,11 @@ from lightning_gradsim.views.tiles import (
     WIDTH,
     draw_arrow,
     draw_bar,
+    draw_name,
     label_text,
-    score_text,
     shown_suggestion,
     suspects_title,
+    times_flagged,
 )
 
 HEADLINE = 24
@@ -69,7 +70,8 @@ def suspects_gallery(report: Report, train_exhibits: Mapping[int, Exhibit], *, m
     }
     is_short = all(_fits_one_line(report, suspect) for suspect in shown)
     rows = [shown[start : start + TILES_PER_ROW] for start in range(0, len(shown), TILES_PER_ROW)]
-    height = TILE + 10 + (30 if is_short else 56) + BAR + CAPTION_LINE + 22
+    num_lines = 2 if any(times_flagged(suspect) for suspect in shown) else 1
+    height = TILE + 10 + (30 if is_short else 56) + BAR + CAPTION_LINE * num_lines + 22
     canvas = Canvas(WIDTH, max(1, len(rows)) * height + 4)
     full_bar = max((abs(suspect.score) for suspect in shown if math.isfinite(suspect.score)), default=0.0)
     for number, row in enumerate(rows):
@@ -92,7 +94,7 @@ def suspects_gallery(report: Report, train_exhibits: Mapping[int, Exhibit], *, m
 def _draw_header(report: Report, shown: Sequence[Suspect], notes: Sequence[str]) -> Pixels:
     caption = wrap_text(to_plain_text(_caption(report, shown)), BODY, CONTENT, max_lines=3)
     lines = [*caption, *(line for note in notes for line in wrap_text(note, BODY, CONTENT, max_lines=2))]
-    canvas = Canvas(WIDTH, 44 + LINE * len(lines) + 34 * bool(shown) + 16)
+    canvas = Canvas(WIDTH, 44 + LINE * len(lines) + (34 + LINE * any(map(times_flagged, shown))) * bool(shown) + 16)
     canvas.text(MARGIN, 34, fit_text(suspects_title(report), TITLE, CONTENT, bold=True), TITLE, bold=True)
     baseline = 38
     for line in lines:
@@ -104,13 +106,16 @@ def _draw_header(report: Report, shown: Sequence[Suspect], notes: Sequence[str])
         if any(shown_suggestion(suspect) is not None for suspect in shown):
             draw_arrow(canvas, end + 8, baseline - 7, ARROW)
             end = canvas.text(end + ARROW + 16, baseline, "suggested label, if flagged", BODY)
-        canvas.text(end, baseline, "; below: #sample, score", BODY)
+        more = ", in how many reports flagged" if any(times_flagged(suspect) for suspect in shown) else ""
+        if end + measure_text(f"; below: #sample, score{more}", BODY) > WIDTH - MARGIN:
+            baseline, end = baseline + LINE, MARGIN
+        canvas.text(end, baseline, f"{'; ' if end > MARGIN else ''}below: #sample, score{more}", BODY)
     return canvas.to_pixels()
 
 
 def _caption(report: Report, shown: Sequence[Suspect]) -> str:
     suspects = report.suspects
-    parts = [f"epoch {report.epoch}, step {report.step}", f"the first {len(shown)} by {suspects.score_name}"]
+    parts = [report.when_in_words, f"the first {len(shown)} by {suspects.score_name}"]
     parts.append(f"{suspects.num_flagged:,} of {len(suspects):,} flagged")
     visits = {suspect.visits for suspect in shown if suspect.visits is not None}
     if visits:
@@ -144,5 +149,7 @@ def _draw_caption(
     bottom = top + (40 if is_short else 66)
     share = min(abs(suspect.score) / full_bar, 1.0) if full_bar and math.isfinite(suspect.score) else 0.0
     draw_bar(canvas, left, bottom, TILE, share)
-    right = canvas.text_right(left + TILE, bottom + BAR + 22, score_text(suspect.score), BODY)
-    canvas.text(left, bottom + BAR + 22, fit_text(f"#{suspect.sample_id}", BODY, right - 8 - left), BODY)
+    draw_name(canvas, left, bottom + BAR + 22, suspect.sample_id, suspect.score)
+    if times_flagged(suspect):
+        words = f"flagged {times_flagged(suspect)}"
+        canvas.text(left, bottom + BAR + 22 + CAPTION_LINE, fit_text(words, BODY, TILE), BODY, MUTED)

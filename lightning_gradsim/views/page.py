@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,46 +12,34 @@ from jinja2 import Environment, PackageLoader, Template
 
 from lightning_gradsim.records import InfluentialSample, QueryReport
 from lightning_gradsim.report import Report
-from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.charts import draw_histogram, draw_line
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.images import RgbImage, picture_notes, to_jpeg, to_png
-from lightning_gradsim.views.pairs import find_pairs, make_matrix
-from lightning_gradsim.views.tiles import doubted_label, origin, score_text, suspects_title
+from lightning_gradsim.views.pairs import make_matrix
+from lightning_gradsim.views.sortable import (
+    NOTHING,
+    along_run_table,
+    cut,
+    followed_table,
+    pairs_table,
+    percent,
+    queries_table,
+    suggested_label,
+    suspects_table,
+)
+from lightning_gradsim.views.tiles import (
+    TILES_PER_ROW,
+    doubted_label,
+    origin,
+    score_text,
+    suspects_title,
+    times_flagged,
+)
 from lightning_gradsim.views.values import ValueScale, make_scale
 
-MAX_SUSPECT_ROWS = 200
 MAX_GALLERY = 24
-MAX_PAIR_ROWS = 20
-TILES_PER_ROW = 4
-MAX_TEXT = 300
 SMALL = 100
 """Pictures with fewer pixels a side are drawn with hard pixel edges."""
-NOTHING = Exhibit()
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a sortable table."""
-
-    name: str
-    is_number: bool = False
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a sortable table; ``value`` sorts where the text would not."""
-
-    text: str
-    value: float | None = None
-
-
-@dataclass(frozen=True)
-class Table:
-    """A sortable table."""
-
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
 
 
 def report_page(
@@ -113,7 +100,7 @@ class _PageMaker:
         report = self.report
         pictures = [exhibit.picture for exhibit in self.exhibits]
         return {
-            "title": f"{report.errors_in_words} · epoch {report.epoch}, step {report.step}",
+            "title": f"{report.errors_in_words} · {report.when_in_words}",
             "headline": report.errors_in_words,
             "origin": origin(report),
             "reference": report.reference,
@@ -132,17 +119,17 @@ class _PageMaker:
                 for place, query in enumerate(report.queries[: len(self.queries)])
                 if self.queries[place] is not None
             ],
-            "all_queries": self._all_queries(),
+            "all_queries": queries_table(report),
             "hints": review_hints(report),
             "suspects_title": suspects_title(report).capitalize(),
             "gallery": self._gallery(),
-            "suspects": self._suspects(),
+            "suspects": suspects_table(report, self.train),
             "matrix": self._matrix(),
-            "pairs": self._pairs(),
+            "pairs": pairs_table(report),
             "trends": self._trends(),
             "histogram": None if report.self_influence is None else draw_histogram(report.self_influence),
-            "followed": self._followed(),
-            "along_run": self._along_run(),
+            "followed": followed_table(report),
+            "along_run": along_run_table(report),
             "plan": "" if report.plan is None else str(report.plan),
             "cost": report.cost_in_words,
             "settings": list(report.settings.items()),
@@ -167,25 +154,6 @@ class _PageMaker:
             "num_left_out": matrix.num_left_out,
         }
 
-    def _pairs(self) -> Table:
-        name = self.report.name_of
-        rows = tuple(
-            (
-                Cell(name(each.pair.label)),
-                Cell(name(each.pair.prediction)),
-                Cell(str(each.pair.count)),
-                Cell(", ".join(f"#{sample_id} ({name(label)})" for sample_id, label in each.culprits)),
-            )
-            for each in find_pairs(self.report, MAX_PAIR_ROWS)
-        )
-        columns = (
-            Column("label"),
-            Column("prediction"),
-            Column("mistakes", True),
-            Column("typical harmful samples (given label)"),
-        )
-        return Table(columns, rows)
-
     def _trends(self) -> list[dict[str, Any]]:
         points = self.report.trends
         series: list[tuple[str, str, list[float | None]]] = [
@@ -197,42 +165,6 @@ class _PageMaker:
         epochs = [point.epoch for point in points]
         charts = [draw_line(name, form, epochs, values) for name, form, values in series]
         return [chart for chart in charts if chart is not None]
-
-    def _followed(self) -> Table:
-        name = self.report.name_of
-        columns = ("sample", "label", "last prediction", "wrong since epoch", "fixed at epoch")
-        numbers = {"sample", "wrong since epoch", "fixed at epoch"}
-        rows = tuple(
-            (
-                Cell(f"{each.sample_id}{f' of loader {each.dataloader_idx}' if each.dataloader_idx else ''}"),
-                Cell(name(each.label)),
-                Cell(name(each.prediction)),
-                Cell(str(each.wrong_since)),
-                Cell("" if each.fixed_at is None else str(each.fixed_at)),
-            )
-            for each in self.report.followed
-        )
-        return Table(tuple(Column(column, column in numbers) for column in columns), rows)
-
-    def _along_run(self) -> Table:
-        columns = ("sample", "label", "prediction", "since epoch", "reports", "most harmful", "strongest proponents")
-        numbers = {"sample", "since epoch", "reports"}
-        name = self.report.name_of
-        rows = tuple(
-            (
-                Cell(f"{each.sample_id}{f' of loader {each.dataloader_idx}' if each.dataloader_idx else ''}"),
-                Cell(name(each.label)),
-                Cell(name(each.prediction)),
-                Cell(str(each.since_epoch)),
-                Cell(str(each.num_reports)),
-                *(
-                    Cell(", ".join(f"#{one.sample_id} ({name(one.label)})" for one in samples[:TILES_PER_ROW]))
-                    for samples in (each.harmful, each.proponents)
-                ),
-            )
-            for each in self.report.along_run
-        )
-        return Table(tuple(Column(column, column in numbers) for column in columns), rows)
 
     def _numbers(self) -> list[tuple[str, str, str]]:
         report, suspects = self.report, self.report.suspects
@@ -261,7 +193,7 @@ class _PageMaker:
             "exhibit": self._exhibit(exhibit, "the validation sample"),
             "label": self.report.name_of(query.label),
             "prediction": self.report.name_of(query.prediction),
-            "probability": _percent(query.probability),
+            "probability": percent(query.probability),
             "facts": " · ".join([f"loss {score_text(query.loss)}", _query_name(query), *_since(query)]),
             "label_looks_wrong": query.label_looks_wrong,
             "duplicates": [sample_id for own, sample_id in self.near_duplicates if own == place],
@@ -297,7 +229,7 @@ class _PageMaker:
         return tiles
 
     def _exhibit(self, exhibit: Exhibit, alt: str, query: Exhibit | None = None) -> dict[str, Any]:
-        text = exhibit.text if exhibit.text is None or len(exhibit.text) <= MAX_TEXT else exhibit.text[:MAX_TEXT] + "…"
+        text = None if exhibit.text is None else cut(exhibit.text)
         return {
             "uri": None if exhibit.picture is None else _data_uri(exhibit.picture),
             "is_small": exhibit.picture is not None and max(exhibit.picture.pixels.shape[:2]) < SMALL,
@@ -310,66 +242,21 @@ class _PageMaker:
         shown = self.report.suspects[:MAX_GALLERY]
         if not any(self.train.get(suspect.sample_id, NOTHING).picture is not None for suspect in shown):
             return []
-        full = _full_bar([suspect.score for suspect in shown])
+        full, report = _full_bar([suspect.score for suspect in shown]), self.report
         return [
             {
                 "exhibit": self._exhibit(
                     self.train.get(suspect.sample_id, NOTHING), f"training sample {suspect.sample_id}"
                 ),
                 "label": self.report.name_of(suspect.label),
-                "suggested": self._suggested(suspect) if suspect.flagged else "",
+                "suggested": suggested_label(report, suspect) if suspect.flagged else "",
                 "name": f"#{suspect.sample_id}",
                 "score": score_text(suspect.score),
                 "share": _share(suspect.score, full),
+                "flagged": times_flagged(suspect),
             }
             for suspect in shown
         ]
-
-    def _suggested(self, suspect: Suspect) -> str:
-        return "" if suspect.suggested_label is None else self.report.name_of(suspect.suggested_label)
-
-    def _all_queries(self) -> Table:
-        columns = ("sample", "label", "prediction", "probability", "loss", "label looks wrong")
-        numbers = {"sample", "probability", "loss"}
-        name = self.report.name_of
-        rows = tuple(
-            (
-                Cell("" if query.sample_id is None else str(query.sample_id)),
-                Cell(name(query.label)),
-                Cell(name(query.prediction)),
-                Cell(_percent(query.probability), query.probability),
-                Cell(score_text(query.loss), query.loss),
-                Cell("yes" if query.label_looks_wrong else ""),
-            )
-            for query in self.report.queries
-        )
-        return Table(tuple(Column(column, column in numbers) for column in columns), rows)
-
-    def _suspects(self) -> Table:
-        suspects = self.report.suspects[:MAX_SUSPECT_ROWS]
-        has_text = any(self.train.get(each.sample_id, NOTHING).text is not None for each in suspects)
-        has_visits = self.report.suspects.visits is not None
-        numbers = {"rank", "sample", "probability", "score", "visits"}
-        columns = ["rank", "sample", "label", "suggested label", "probability", "score", "flagged"]
-        columns += [*(["visits"] if has_visits else []), *(["text"] if has_text else [])]
-        rows = []
-        for rank, suspect in enumerate(suspects, start=1):
-            cells = [
-                Cell(str(rank)),
-                Cell(str(suspect.sample_id)),
-                Cell(self.report.name_of(suspect.label)),
-                Cell(self._suggested(suspect)),
-                Cell(_percent(suspect.probability), suspect.probability),
-                Cell(score_text(suspect.score), suspect.score),
-                Cell("yes" if suspect.flagged else ""),
-            ]
-            if has_visits:
-                cells.append(Cell(str(suspect.visits)))
-            if has_text:
-                text = self.train.get(suspect.sample_id, NOTHING).text or ""
-                cells.append(Cell(text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"))
-            rows.append(tuple(cells))
-        return Table(tuple(Column(column, column in numbers) for column in columns), tuple(rows))
 
 
 def review_hints(report: Report) -> list[str]:
@@ -406,10 +293,6 @@ def _data_uri(picture: RgbImage) -> str:
     # A photograph takes five times as long as PNG, and three times the room; small pictures are drawn pixel by pixel.
     kind, encode = ("png", to_png) if max(picture.pixels.shape[:2]) < SMALL else ("jpeg", to_jpeg)
     return f"data:image/{kind};base64,{base64.b64encode(encode(picture.pixels)).decode('ascii')}"
-
-
-def _percent(probability: float | None) -> str:
-    return "" if probability is None else f"{probability:.0%}"
 
 
 def _full_bar(scores: Sequence[float]) -> float:

@@ -129,7 +129,7 @@ def class_pairs_picture(report: Report) -> Pixels:
 
 def _caption(report: Report, matrix: PairMatrix) -> str:
     left_out = f" · {matrix.num_left_out:,} mistakes among other classes" if matrix.num_left_out else ""
-    when = f"epoch {report.epoch}, step {report.step}"
+    when = report.when_in_words
     return f"{when} · {report.errors_in_words}{left_out} · rows: given label, columns: predicted label"
 
 

@@ -46,6 +46,7 @@ from lightning_gradsim.views.tiles import (
     draw_arrow,
     draw_bar,
     draw_label,
+    draw_name,
     draw_strip,
     label_fits,
     label_text,
@@ -212,7 +213,7 @@ def _title(report: Report, shown: range) -> str:
     wrong = report.errors_in_words
     if not shown:
         return wrong
-    return f"{wrong}, {shown.start + 1} to {shown.stop} shown" if shown.start else f"{wrong}, {len(shown)} shown"
+    return f"{wrong}, {shown.start + 1} to {shown.stop}" if shown.start else f"{wrong}, {len(shown)} shown"
 
 
 def _notes(report: Report, pictures: Sequence[RgbImage | None]) -> list[str]:
@@ -259,7 +260,7 @@ def _draw_verdict(canvas: Canvas, report: Report, query: QueryReport) -> None:
         facts = f"{facts.replace('validation sample', 'validation')} · wrong since epoch {query.wrong_since}"
     canvas.text(left, BLOCK_TOP + 92, fit_text(facts, BODY, WIDTH - MARGIN - left), BODY, MUTED)
     if query.label_looks_wrong:
-        words = "this validation label looks wrong"
+        words = "this validation label may be wrong"
         height = 36
         draw_strip(canvas, left, BLOCK_TOP + PICTURE - height, strip_width(words, height), words, height)
 
@@ -317,10 +318,4 @@ def _draw_row(canvas: Canvas, top: int, tiles: _Tiles, row: _Row) -> None:
             draw_strip(canvas, left, top + TILE + LABEL + 2, TILE, doubt)
         share = min(abs(sample.score) / row.full_bar, 1.0) if row.full_bar and math.isfinite(sample.score) else 0.0
         draw_bar(canvas, left, below, TILE, share)
-        _draw_caption(canvas, left, below + BAR, sample)
-
-
-def _draw_caption(canvas: Canvas, x: int, y: int, sample: InfluentialSample) -> None:
-    """Write sample id and score under a tile."""
-    score_left = canvas.text_right(x + TILE, y + 22, score_text(sample.score), BODY)
-    canvas.text(x, y + 22, fit_text(f"#{sample.sample_id}", BODY, score_left - 8 - x), BODY)
+        draw_name(canvas, left, below + BAR + 22, sample.sample_id, sample.score)

@@ -10,7 +10,7 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.pairs import find_pairs
-from lightning_gradsim.views.tiles import doubted_label, score_text
+from lightning_gradsim.views.tiles import doubted_label, score_text, times_flagged
 from lightning_gradsim.views.values import ValueScale, make_scale
 
 # As HTML entities these stay text in every Markdown dialect; backslash escapes differ between dialects inside tables.
@@ -27,7 +27,7 @@ MISTAKE_HEADS = (
     "prediction",
     "probability",
     "loss",
-    "label looks wrong",
+    "label may be wrong",
     "harmful",
     "look-alikes",
 )
@@ -155,7 +155,7 @@ def _details(
         heads = ("", "training sample", "label", "", "score", "differs in" if exhibit.text is None else "text")
         probability = "" if query.probability is None else f" ({query.probability:.0%})"
         name = "" if query.sample_id is None else f", validation sample {query.sample_id}"
-        doubt = "; **this validation label looks wrong**" if query.label_looks_wrong else ""
+        doubt = "; **this validation label may be wrong**" if query.label_looks_wrong else ""
         title = f"**{_escape(report.name_of(query.label))} -> {_escape(report.name_of(query.prediction))}**"
         yield _to_table(f"{title}{probability}{name}{doubt}\n\n{_escape(_words_of(exhibit))}", heads, rows)
 
@@ -195,6 +195,7 @@ def _rest(number: int) -> list[str]:
 
 
 def _suspect_cells(report: Report, rank: int, suspect: Suspect) -> tuple[str, ...]:
+    times = times_flagged(suspect)
     return (
         str(rank),
         str(suspect.sample_id),
@@ -202,7 +203,7 @@ def _suspect_cells(report: Report, rank: int, suspect: Suspect) -> tuple[str, ..
         "" if suspect.suggested_label is None else report.name_of(suspect.suggested_label),
         _to_percentage(suspect.probability),
         score_text(suspect.score),
-        "yes" if suspect.flagged else "",
+        ("yes" if suspect.flagged else "") + (f" ({times})" if times else ""),
     )
 
 

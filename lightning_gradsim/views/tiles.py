@@ -39,6 +39,7 @@ BAR = 8
 STRIP = 28
 LABEL, LABEL_SIZE = 32, 26
 MAX_LAYERS = 3
+LONG_NUMBER = 1e5
 
 
 def draw_bar(canvas: Canvas, x: int, y: int, width: int, share: float) -> None:
@@ -78,6 +79,14 @@ def draw_strip(canvas: Canvas, x: int, y: int, width: int, words: str, height: i
 def strip_width(words: str, height: int = STRIP) -> int:
     """Width of a strip that holds these words, an even number."""
     return 2 * round(measure_text(words, BODY) / 2) + height + 16
+
+
+def draw_name(canvas: Canvas, x: int, baseline: int, sample_id: int, score: float) -> None:
+    """Sample id and score under a tile; where both do not fit, the id, which is what a reader looks up."""
+    name, words = fit_text(f"#{sample_id}", BODY, TILE), score_text(score)
+    canvas.text(x, baseline, name, BODY)
+    if measure_text(name, BODY) + 8 + measure_text(words, BODY) <= TILE:
+        canvas.text_right(x + TILE, baseline, words, BODY)
 
 
 def draw_arrow(canvas: Canvas, left: float, middle: float, length: float) -> None:
@@ -127,6 +136,11 @@ def shown_suggestion(suspect: Suspect) -> Label | None:
     return suspect.suggested_label if suspect.flagged else None
 
 
+def times_flagged(suspect: Suspect) -> str:
+    """In how many reports of the run a training sample was flagged, such as "4 of 6"; empty where it is not known."""
+    return "" if suspect.reports_flagged is None else f"{suspect.reports_flagged} of {suspect.reports_judged}"
+
+
 def label_text(report: Report, label: Label) -> str:
     """The name of a label in letters that the font has; the class number where the name has others."""
     if isinstance(label, tuple) and label:
@@ -140,7 +154,9 @@ def label_text(report: Report, label: Label) -> str:
 def score_text(score: float) -> str:
     """A score or a loss in three digits, the same ones in every view."""
     text = f"{score:#.3g}".rstrip(".")
-    return (f"{score:.1e}" if "e" in text else text).replace("-", MINUS)
+    if "e" in text:  # thousands have room beside a sample id as whole numbers only
+        text = f"{score:.0f}" if 1 <= abs(score) < LONG_NUMBER else f"{score:.1e}"
+    return text.replace("-", MINUS)
 
 
 def origin(report: Report) -> str:
@@ -148,4 +164,4 @@ def origin(report: Report) -> str:
     layers = ", ".join(report.layers[:MAX_LAYERS]) or "none"
     if len(report.layers) > MAX_LAYERS:
         layers += f" and {len(report.layers) - MAX_LAYERS} more"
-    return f"epoch {report.epoch}, step {report.step} · layer {layers} · {report.similarity}"
+    return f"{report.when_in_words} · layer {layers} · {report.similarity}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -178,3 +180,6 @@ def test_a_wandb_logger_is_served(tmp_path, monkeypatch):
     wandb.teardown()
     assert summary["gradsim/errors"] == read(gradsim).num_errors
     assert list(tmp_path.rglob("gradsim/mistakes*.png"))
+    (table,) = tmp_path.rglob("gradsim/suspects_table*.json")
+    columns = json.loads(table.read_text())["columns"]
+    assert columns[:4] == ["rank", "sample", "label", "suggested label"]

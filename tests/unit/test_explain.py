@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gradsim import GradSimError, explain
 from lightning_gradsim.errors import CheckpointError, LossError, TrainingDataError
 from lightning_gradsim.scores import SIMILARITIES
+from lightning_gradsim.views import report_page
 from tests.reference import one_sample_gradients, outputs_of, preconditioned
 
 FEATURES, CLASSES, NUM_TRAIN, NUM_QUERIES, DAMPING = 4, 3, 30, 7, 0.5
@@ -242,6 +243,29 @@ def test_listed_samples_that_are_suspects_are_marked(number):
     listed = [s for query in report.queries for s in (*query.harmful, *query.teachers, *query.look_alikes)]
     assert {sample.is_suspect for sample in listed} == {False, True}
     assert all(sample.is_suspect == (sample.sample_id in flagged) for sample in listed)
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "its present weights"), (1, "1 checkpoint"), (3, "3 checkpoints")])
+def test_the_report_says_what_it_is_of(number, words):
+    checkpoints = states(number) or None
+    report = explain(network(), data(NUM_QUERIES), data(NUM_TRAIN), checkpoints, similarity="cosine")
+    assert report.occasion == f"Sequential, {words}"
+    assert report.summary().startswith(f"Sequential, {words}: ")
+    page = report_page(report)
+    assert f"Sequential, {words} · layer 2 · cosine" in page
+    assert "epoch 0" not in page + report.summary()
+    settings = dict(report.settings)
+    assert (settings["model"], settings["similarity"], settings["top_k"]) == ("Sequential", "'cosine'", "8")
+    assert settings["checkpoints"] == str(["a state dict"] * number if number else None)
+    assert report.versions["torch"] == torch.__version__
+    assert "<h3>Settings</h3>" in page
+    assert "<h3>Versions</h3>" in page
+
+
+def test_files_of_checkpoints_are_named(tmp_path):
+    torch.save(network().state_dict(), tmp_path / "a.pt")
+    report = explain(network(), data(2), data(9), [tmp_path / "a.pt"])
+    assert report.settings["checkpoints"] == f"['{tmp_path / 'a.pt'}']"
 
 
 def test_the_report_says_what_it_took():

@@ -197,7 +197,7 @@ def test_note_on_a_noisy_validation_set(setting):
     selection = validate(module, adapter, TensorDataset(inputs, 1 - labels))
     report = report_of(module, adapter, TensorDataset(inputs, labels), selection)
     assert len(report.suspect_queries) == len(report.queries) == 20
-    assert any("20 of 20 queries look wrongly labelled" in note for note in report.notes)
+    assert any("20 of 20 queries may be wrongly labelled" in note for note in report.notes)
 
 
 def test_reference_to_all_samples():

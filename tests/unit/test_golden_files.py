@@ -54,6 +54,8 @@ def make_report():
         {"log_margin": torch.tensor([1.5, -0.5, -3.0]), "knn": torch.tensor([1.0, 0.0, 0.25])},
         torch.tensor([3, 3, 2]),
         2,
+        torch.tensor([2, 0, 1], dtype=torch.int16),
+        torch.tensor([4, 4, 3], dtype=torch.int16),
     )
     layer = LayerPlan("head", "Linear", 30, "rule", "gram", 1000, 64, 128)
     return Report(
@@ -111,10 +113,10 @@ def test_report_json(tmp_path):
 def test_csv_files(tmp_path):
     suspects, influences, _ = write_report_files(make_report(), tmp_path)
     assert suspects.read_text(encoding="utf-8") == (
-        "rank,sample_id,label,suggested_label,probability,score,flagged,log_margin,knn,trusted,visits\n"
-        "1,4,2,1,0.5,6.5,True,1.5,1.0,,3\n"
-        "2,9,0,2,0.25,0.5,False,-0.5,0.0,,3\n"
-        "3,7,1,0,0.125,-2.0,False,-3.0,0.25,,2\n"
+        "rank,sample_id,label,suggested_label,probability,score,flagged,log_margin,knn,trusted,visits,reports_flagged,reports_judged\n"
+        "1,4,2,1,0.5,6.5,True,1.5,1.0,,3,2,4\n"
+        "2,9,0,2,0.25,0.5,False,-0.5,0.0,,3,0,4\n"
+        "3,7,1,0,0.125,-2.0,False,-3.0,0.25,,2,1,3\n"
     )
     rows = list(csv.DictReader(io.StringIO(influences.read_text(encoding="utf-8"))))
     assert tuple(rows[0]) == INFLUENCE_COLUMNS

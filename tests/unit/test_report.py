@@ -137,6 +137,8 @@ def test_suspect_csv(tmp_path):
         "knn": "",
         "trusted": "",
         "visits": "",
+        "reports_flagged": "",
+        "reports_judged": "",
         "flagged": "False",
     }
 
@@ -218,7 +220,7 @@ def test_summary():
         "2 queries against all 1,000 training samples (head; dot)",
         "cost: 1.25 s; so far 5.0% of the time that training took without it",
         "validation sample 7 of loader 1: cat -> ape (88%)",
-        "validation sample ? of loader 1: cat -> ape (88%); this validation label looks wrong",
+        "validation sample ? of loader 1: cat -> ape (88%); this validation label may be wrong",
         "#41 ape -3.5  #42 dog -2.5",
         "#44 cat +0.75",
         "3 flagged",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_gradsim.sinks import Publication, WandbSink
+from lightning_gradsim.views.sortable import Cell, Column, Table
 
 CONTENT = Publication(
     7,
@@ -13,6 +14,7 @@ CONTENT = Publication(
     {"a/mistakes": "| a |"},
     {"a/errors": 4.0},
     {"a/self_influence": np.array([1.0, 2.0, 2.5])},
+    {"a/mistakes": Table((Column("text"), Column("score", True)), ((Cell("b"), Cell("1.5")), (Cell("c"), Cell(""))))},
 )
 
 
@@ -39,7 +41,8 @@ def test_a_run_gets_everything_at_its_step(wandb, tmp_path):
     assert by_tag["a/errors"] == 4.0
     assert isinstance(by_tag["a/mistakes"], wandb.Image)
     assert (by_tag["a/mistakes"].image.size, by_tag["a/mistakes"].image.mode) == ((4, 2), "RGB")
-    assert by_tag["a/mistakes_table"].data == [["| a |"]]
+    table = by_tag["a/mistakes_table"]
+    assert (table.columns, table.data) == (["text", "score"], [["b", 1.5], ["c", None]])
     assert isinstance(by_tag["a/self_influence"], wandb.Histogram)
 
 
@@ -54,4 +57,4 @@ def test_a_real_run_takes_it(wandb, tmp_path):
     assert summary["trainer/global_step"] == 7
     assert len(list(tmp_path.rglob("a/mistakes*.png"))) == 1
     (table,) = tmp_path.rglob("a/mistakes_table*.json")
-    assert json.loads(table.read_text())["data"] == [["| a |"]]
+    assert json.loads(table.read_text())["data"] == [["b", 1.5], ["c", None]]

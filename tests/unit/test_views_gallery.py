@@ -45,7 +45,7 @@ def test_what_is_said(texts):  # noqa: F811
     caption = "epoch 9, step 2300 · the first 9 by margin_knn · 4 of 9 flagged · seen 7 times"
     assert caption in " ".join(said)
     start = said.index("cat")
-    assert said[start : start + 4] == ["cat", "dog", "8.00", "#100"]
+    assert said[start : start + 4] == ["cat", "dog", "#100", "8.00"]
     assert said.count("cat") == 3 + 1, "three samples are labelled so; one of the four that are flagged is rather so"
     assert "suggested label, if flagged" in said
 
@@ -56,6 +56,19 @@ def test_where_none_is_flagged_nothing_looks_wrong(texts):  # noqa: F811
     assert "suspects: none is flagged; the first of the ranking" in said
     assert "suggested label, if flagged" not in said
     assert said.count("cat") == 3, "no arrow to another label"
+
+
+def test_in_how_many_reports_a_sample_was_flagged(texts):  # noqa: F811
+    judged = torch.full((NUMBER,), 6, dtype=torch.int16)
+    draw(make_suspects(reports_flagged=torch.arange(NUMBER).short().clamp(max=6), reports_judged=judged))
+    said = words(texts)
+    assert [each for each in said if each.startswith("flagged ")] == [
+        f"flagged {min(place, 6)} of 6" for place in range(NUMBER)
+    ]
+    assert "below: #sample, score, in how many reports flagged" in " ".join(said)
+    texts.clear()
+    draw(make_suspects())
+    assert not [each for each in words(texts) if each.startswith("flagged ") or "reports" in each]
 
 
 def test_each_picture_stands_in_its_place():
@@ -79,9 +92,10 @@ def test_bars_are_shares_of_the_strongest_score(boxes):  # noqa: F811
         (make_suspects(sample_ids=torch.arange(NUMBER) + 10**12, scores=torch.full((NUMBER,), float("nan"))), None),
         (make_suspects(suggested_labels=None, probabilities=None, visits=None), ("кот", "dog", "🚀")),
         (make_suspects(visits=torch.arange(NUMBER)), None),
+        (make_suspects(reports_flagged=torch.arange(NUMBER), reports_judged=torch.full((NUMBER,), 32767)), (LONG,) * 3),
         (SuspectTable.empty(), None),
     ],
-    ids=["long names", "large ids", "no suggestions", "visits", "nothing"],
+    ids=["long names", "large ids", "no suggestions", "visits", "reports", "nothing"],
 )
 def test_all_text_is_large_enough_and_inside(texts, boxes, table, names):  # noqa: F811
     gallery = draw(table, names)

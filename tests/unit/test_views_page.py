@@ -78,7 +78,7 @@ def test_what_a_reader_sees_without_script():
         "epoch 9, step 2300 · layer head.fc · dot",
         "a note",
         "labelled dog, predicted ship with 97%",
-        "this validation label looks wrong",
+        "this validation label may be wrong",
         "harmful: pushed towards this mistake (dot)",
         "look-alikes: alike in the model's eyes (cosine)",
         "#0 −3.00",
@@ -89,6 +89,15 @@ def test_what_a_reader_sees_without_script():
     ):
         assert expected in text, expected
     assert "teachers" not in text
+
+
+def test_in_how_many_reports_suspects_were_flagged():
+    judged, flagged = torch.full((9,), 6, dtype=torch.int16), torch.arange(9).short().clamp(max=6)
+    table = make_suspects(sample_ids=torch.arange(9), reports_flagged=flagged, reports_judged=judged)
+    text = Reader(make_page(make_report(make_query(), suspects=table))).text
+    assert "flagged in 4 of 6 reports" in text
+    assert "flagged in reports" in text
+    assert "reports" not in Reader(make_page(make_report(make_query(), suspects=make_suspects()))).text
 
 
 def test_marks_of_tiles():

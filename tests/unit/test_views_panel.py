@@ -202,7 +202,7 @@ def test_what_a_block_says(texts):
         "labelled",
         "predicted, 97%",
         "loss 3.50 · validation sample #17",
-        "this validation label looks wrong",
+        "this validation label may be wrong",
         "harmful: pushed towards this mistake",
         "look-alikes: alike in the model's eyes",
         "dot",
@@ -253,6 +253,21 @@ def test_bars_are_shares_of_the_strongest_of_their_row(boxes):
     assert [width for *_, width in bars] == [TILE, TILE // 2, 0, 2 * round(TILE / 8)]
     tracks = [(x, y) for x, y, width, height, colour in boxes if height == BAR and colour == TRACK][:-1]
     assert [(x, y) for x, y, _ in bars] == tracks
+
+
+@pytest.mark.parametrize(
+    ("sample_id", "score", "said"),
+    [
+        (39012, -1925.4, ["#39012", f"{MINUS}1925"]),
+        (7, 0.5, ["#7", "0.500"]),
+        (912, -2.5e9, ["#912", f"{MINUS}2.5e+09"]),
+        (12_345_678, -2.5e9, ["#12345678"]),
+    ],
+)
+def test_the_id_of_a_tile_is_whole_and_the_score_stands_beside_it_where_both_fit(texts, sample_id, score, said):
+    draw(make_report(make_query(harmful=(InfluentialSample(sample_id, 1, score, False),), look_alikes=())))
+    start = words(texts).index(said[0])
+    assert words(texts)[start : start + len(said)] == said
 
 
 def test_teachers_on_demand(texts):
@@ -321,7 +336,7 @@ def test_a_further_page_shows_the_next_queries(texts):
     queries = [make_query(sample_id=place) for place in range(8)]
     levels = [torch.full((1, 8, 8), place / 8) for place in range(8)]
     second = draw(make_report(*queries), levels, page=2)
-    assert "8 of 360 validation samples wrong, 7 to 8 shown" in words(texts)
+    assert "8 of 360 validation samples wrong, 7 to 8" in words(texts)
     alone = draw(make_report(*queries[6:]), levels[6:])
     assert len(second) == len(alone)
     header = len(draw(make_report())) - 108  # less the words that stand where there are no queries
