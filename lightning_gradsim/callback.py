@@ -82,6 +82,9 @@ class GradSimCallback(Callback):
             loader, right or wrong: for each of them similarities are summed over the reports of the run
             (``report.along_run``), four bytes for every pair. Every report then reads all training samples, and a
             budget decides which validations are passed over.
+        class_pairs: For that many of the most frequent pairs of label and wrong prediction, harmful samples of the mean
+            gradient of all their mistakes, which are read again, beside those of single queries
+            (``report.error_pairs``).
         loss_fn: A criterion, or a function of (outputs, targets) that gives one loss a sample. By default the module's
             one criterion attribute, else cross-entropy for integer targets.
         adapter: Reads batches of an unusual form; by default pairs and mappings are read.
@@ -144,6 +147,7 @@ class GradSimCallback(Callback):
         final_pass: bool = False,
         mode: Mode = "pass",
         along_run: int | Sequence[int] | None = None,
+        class_pairs: int | None = None,
         loss_fn: nn.Module | LossFunction | None = None,
         adapter: Adapter | None = None,
         train_data: Any = None,
@@ -171,6 +175,7 @@ class GradSimCallback(Callback):
         check_choice("on_error", on_error, ("warn", "raise"))
         check_choice("query_policy", query_policy, QUERY_POLICIES)
         check_count("num_queries", num_queries, optional=False)
+        check_count("class_pairs", class_pairs, optional=True)
         check_share("time_budget", time_budget)
         check_type("final_pass", final_pass, isinstance(final_pass, bool), "True or False")
         check_type("trusted_val", trusted_val, isinstance(trusted_val, bool), "True or False")
@@ -250,6 +255,7 @@ class GradSimCallback(Callback):
             time_budget=time_budget,
             name=name,
             along_run=sums,
+            class_pairs=class_pairs or 0,
         )
         self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)
         self._collector: QueryCollector | None = None

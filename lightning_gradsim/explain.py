@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.arguments import check_choice, check_count, check_positive, check_seed
 from lightning_gradsim.batches import map_tensors
+from lightning_gradsim.class_pairs import Mistakes
 from lightning_gradsim.engine import EngineSettings, ShardResult, score_shard
 from lightning_gradsim.errors import CheckpointError, LossError
 from lightning_gradsim.explanation import make_report, names_note
@@ -50,6 +51,7 @@ def explain(
     top_k: int = 8,
     damping: float = 1.0,
     target: Target = "true",
+    class_pairs: int | None = None,
     loss_fn: nn.Module | LossFunction | None = None,
     adapter: Adapter | None = None,
     max_train_samples: int | None = None,
@@ -72,6 +74,7 @@ def explain(
         damping: As for ``GradSimCallback``.
         target: Whose gradient harmful samples and look-alikes are found for: ``"true"``, the query's own label, or
             ``"predicted"``. Teachers are always for the predicted one. Predictions are those of the last checkpoint.
+        class_pairs: As for ``GradSimCallback``; the mistakes are those of the last checkpoint.
         loss_fn: As for ``GradSimCallback``.
         adapter: As for ``GradSimCallback``.
         max_train_samples: As for ``GradSimCallback``.
@@ -99,6 +102,7 @@ def explain(
     begin = time.perf_counter()
     settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget, damping=damping, keep_right=True)
     check_choice("target", target, ("true", "predicted"))
+    check_count("class_pairs", class_pairs, optional=True)
     check_count("max_train_samples", max_train_samples, optional=True)
     check_seed(seed)
     weights = _weights(checkpoints, learning_rates)
@@ -108,7 +112,9 @@ def explain(
     if memory_budget is None:
         settings = replace(settings, memory_budget=default_budget(_device(model)))
     with _keeping_weights(model) if checkpoints else nullcontext():
-        selection, shard = _score_all(model, adapter, queries, reference, settings, target, checkpoints or (), weights)
+        selection, shard = _score_all(
+            model, adapter, queries, reference, settings, target, checkpoints or (), weights, class_pairs or 0
+        )
     report, _ = make_report([Part(shard, len(reference.reader))], selection, reference, settings)
     report = report.with_suspects(report.suspects)
     report = replace(report, notes=(*report.notes, *names_note(report, selection)))
@@ -145,13 +151,16 @@ def _score_all(
     target: Target,
     checkpoints: Sequence[Checkpoint],
     weights: Sequence[float],
+    class_pairs: int,
 ) -> tuple[QuerySelection, ShardResult]:
     """The queries, and what all checkpoints found together; beside scores, what the last one did."""
     if checkpoints:
         _load(model, checkpoints[-1])
     selection, batches = _choose(model, adapter, queries, target)
     num_queries, has_teachers = len(selection.queries), batches[0].predicted is not None
+    pairs = list(selection.pair_counts())[:class_pairs]
     sums, last = None, None
+    pair_sums = ScoreSums(reference.reader.ids, settings.top_k) if pairs and len(weights) > 1 else None
     if len(weights) > 1:
         sums = _make_sums(reference, settings, num_queries * (4 if has_teachers else 2))
     for index in reversed(range(len(weights))):  # the last one is there already
@@ -162,16 +171,29 @@ def _score_all(
             of_scores = share if settings.similarity == "cosine" else weights[index]
             pair = torch.tensor([of_scores, share], dtype=torch.float64).repeat_interleave(num_queries)
             sums.weights = pair.repeat(2 if has_teachers else 1)
+        if pair_sums is not None:
+            pair_sums.weights = weights[index] / (sum(weights) if settings.similarity == "cosine" else 1)
+        mistakes = ((len(each.positions), each.batch, each.predicted) for each in batches)
         curvature_batches = _moved(reference.for_curvature().batches(), model)
         train_batches = _moved(reference.reader.batches(), model)
         shard = score_shard(
-            model, adapter, batches, train_batches, settings, curvature_batches=curvature_batches, top=sums
+            model,
+            adapter,
+            batches,
+            train_batches,
+            settings,
+            curvature_batches=curvature_batches,
+            top=sums,
+            mistakes=Mistakes(pairs, mistakes, pair_sums) if pairs else None,
         )
         last = shard if last is None else last
     assert last is not None
     if sums is not None:
         scores, ids = (values.cpu() for values in sums.compute())
         last = replace(last, best_scores=scores, best_ids=ids)
+        if pair_sums is not None and last.pairs is not None:
+            scores, ids = (values.cpu() for values in pair_sums.compute())
+            last = replace(last, pairs=replace(last.pairs, best_scores=scores, best_ids=ids))
     return selection, last
 
 

@@ -136,6 +136,7 @@ ARGUMENTS = [
         "`mode='in_run'` and `mislabel_score=None` contradict each other: the first needs training steps to be "
         "watched. Leave one of them out.",
     ),
+    *count("class_pairs", is_optional=True),
     *[
         ({"along_run": value}, error, f"`along_run={value!r}` {what}. {COUNT_OR_IDS}")
         for value, error, what in (
