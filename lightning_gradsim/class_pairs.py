@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -69,12 +69,44 @@ class PairScores:
     best_ids: Tensor
 
 
-@dataclass(eq=False)
 class _Sum:
-    """The sum of gradients of one layer for each of the pairs, materialised, or the entries of a table."""
+    """The sum of gradients of one layer for each of the pairs: as factors while they are few, then materialised."""
 
-    dense: Tensor | None = None
-    entries: dict[int, list[IndexedFactors]] = field(default_factory=dict)
+    def __init__(self, num_pairs: int) -> None:
+        self.dense: Tensor | None = None
+        self._parts: list[list[IndexedFactors | OuterFactors]] = [[] for _ in range(num_pairs)]
+
+    def add(self, place: int, part: IndexedFactors | OuterFactors) -> None:
+        """Add one gradient."""
+        own = self._parts[place]
+        own.append(part)
+        if isinstance(part, OuterFactors):
+            positions = sum(each.num_positions for each in own)
+            inputs, outputs = part.num_inputs, part.num_outputs
+            if self.dense is not None or positions * (inputs + outputs) >= inputs * outputs:
+                self._materialise(part)
+
+    def mean(self, counts: Sequence[int]) -> Factors:
+        """Divided by the number of mistakes of each pair."""
+        divisors = [max(1, count) for count in counts]
+        if self.dense is not None:
+            return OuterFactors.from_gradients([self.dense / self.dense.new_tensor(divisors)[:, None]])
+        some = next(part for own in self._parts for part in own)
+        means = []
+        for own, divisor in zip(self._parts, divisors, strict=True):
+            joined = concatenate_positions(own or [some.unused(1)])
+            assert isinstance(joined, (IndexedFactors, OuterFactors))
+            means.append(replace(joined, output_grads=joined.output_grads / divisor))
+        return concatenate_samples(means)
+
+    def _materialise(self, like: OuterFactors) -> None:
+        if self.dense is None:
+            self.dense = like.output_grads.new_zeros(len(self._parts), like.num_parameters)
+        for total, own in zip(self.dense, self._parts, strict=True):
+            for part in own:
+                assert isinstance(part, OuterFactors)  # all of a layer are of one kind
+                total += part.flat[0]
+            own.clear()
 
 
 class PairScorer:
@@ -105,7 +137,7 @@ class PairScorer:
                     given = None if predicted is None else predicted[portion.rows].reshape(len(outcome.labels), -1)
                     predictions = outcome.predictions if given is None else given[:, 0].long()
                     self._add(portion.factors, outcome.labels, predictions)
-        self._factors = {name: self._mean(each) for name, each in self._sums.items()}
+        self._factors = {name: each.mean(self._counts) for name, each in self._sums.items()}
         self._sums = {}
         self._norms = reduce(torch.add, [squared_norms(each) for each in self._factors.values()], torch.zeros(()))
 
@@ -158,15 +190,8 @@ class PairScorer:
                 continue
             self._counts[place] += len(rows)
             for name, each in factors.items():
-                total = self._sums.setdefault(name, _Sum())
-                part = each.samples(rows).summed()
-                if isinstance(part, IndexedFactors):
-                    total.entries.setdefault(place, []).append(part)
-                    continue
-                if total.dense is None:
-                    total.dense = part.output_grads.new_zeros(len(self._pairs), part.num_parameters)
-                    self._check_memory()
-                total.dense[place] += part.flat[0]
+                self._sums.setdefault(name, _Sum(len(self._pairs))).add(place, each.samples(rows).summed())
+            self._check_memory()
 
     def _check_memory(self) -> None:
         num_bytes = sum(each.dense.nbytes for each in self._sums.values() if each.dense is not None)
@@ -176,15 +201,3 @@ class PairScorer:
                 f"{int(PAIR_SHARE * self._budget):,} bytes, the share of `memory_budget` that there is for them. Pass "
                 "a smaller `class_pairs`, fewer `layers`, or a larger `memory_budget`."
             )
-
-    def _mean(self, total: _Sum) -> Factors:
-        counts = [max(1, count) for count in self._counts]
-        if total.dense is not None:
-            return OuterFactors.from_gradients([total.dense / total.dense.new_tensor(counts)[:, None]])
-        parts = []
-        some = next(iter(total.entries.values()))[0]
-        for place, count in enumerate(counts):
-            joined = concatenate_positions(total.entries.get(place, [some.unused(1)]))
-            assert isinstance(joined, IndexedFactors)
-            parts.append(replace(joined, output_grads=joined.output_grads / count))
-        return concatenate_samples(parts)

@@ -89,6 +89,32 @@ def test_is_the_mean_gradient_of_all_of_them(similarity, number, batch_size):
     assert not any(pair.harmful for pair in report.error_pairs[2:])
 
 
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+@pytest.mark.parametrize("number", [30, 300], ids=["as factors", "materialised"])
+def test_wide_layers(similarity, number):
+    train = TensorDataset(torch.randn(NUM_TRAIN, 30, dtype=torch.float64), torch.randint(CLASSES, (NUM_TRAIN,)))
+    x, y = torch.randn(number, 30, dtype=torch.float64), torch.randint(CLASSES, (number,))
+    module = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, CLASSES)).double()
+    predicted = outputs_of(module, x).argmax(1)
+    options = {"similarity": similarity, "damping": DAMPING, "top_k": NUM_TRAIN, "class_pairs": 1}
+    report = explain(module, TensorDataset(x, y), train, layers="0", **options)
+    pair = report.error_pairs[0]
+    assert pair.count >= 2
+    assert (pair.count * (31 + 40) >= 31 * 40) == (number == 300), "either way"
+    among = (y == pair.label) & (predicted == pair.prediction)
+    criterion, chosen = nn.CrossEntropyLoss(reduction="none"), {"0": ("weight", "bias")}
+    theirs = one_sample_gradients(module, chosen, *train.tensors, criterion)
+    mistakes = (x[among], y[among])
+    own = one_sample_gradients(module, chosen, *mistakes, criterion).joined.mean(0)
+    if similarity == "influence":
+        own = preconditioned(module, chosen, ("0",), mistakes, train.tensors, criterion, DAMPING).mean(0)
+    divisor = {"cosine": own.norm() * theirs.norms, "asymmetric": theirs.norms.square()}
+    expected = theirs.joined @ own / divisor.get(similarity, 1.0)
+    assert [sample.score for sample in pair.harmful] == pytest.approx(
+        expected[expected < 0].sort().values.tolist(), rel=1e-8
+    )
+
+
 def test_by_default_there_are_none():
     report = explain(Network(), data(NUM_QUERIES), data(NUM_TRAIN))
     assert not any(pair.harmful for pair in report.error_pairs)
