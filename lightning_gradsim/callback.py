@@ -22,6 +22,7 @@ from lightning_gradsim.layer_selection import LayerSpec, select_layers, trainabl
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import plan
+from lightning_gradsim.presentation import PresentationSettings
 from lightning_gradsim.queries import QUERY_POLICIES, QueryPolicy, QuerySelection
 from lightning_gradsim.query_collector import QueryCollector
 from lightning_gradsim.report import Report
@@ -96,6 +97,7 @@ class GradSimCallback(Callback):
         mean: Mean of the images' normalisation, a value a channel, undone on panels.
         std: Standard deviation of the images' normalisation, undone on panels.
         show_teachers: Whether panels show who taught the wrong prediction, too.
+        panel_pages: How many panels of six mistakes are drawn at most: ``mistakes``, ``mistakes_2`` and so on.
         describe: What is shown of samples that are no pictures: a function from a sample of the dataset to words, or a
             tokenizer, whose ``decode`` gets token ids. It never stops a report.
         feature_names: Names of the numbers of an input, which are then shown as a table.
@@ -157,6 +159,7 @@ class GradSimCallback(Callback):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         show_teachers: bool = False,
+        panel_pages: int = 1,
         describe: Any = None,
         feature_names: Sequence[str] | None = None,
         sinks: Sequence[Sink] = (),
@@ -216,13 +219,7 @@ class GradSimCallback(Callback):
             max_train_samples,
             seed,
             class_names,
-            mean,
-            std,
-            show_teachers,
-            name,
-            describe,
-            feature_names,
-            sinks,
+            PresentationSettings(name, mean, std, show_teachers, panel_pages, describe, feature_names, sinks),
             words,
             truth,
         )

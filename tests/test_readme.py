@@ -17,6 +17,10 @@ def blocks():
     return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
+def test_each_block_has_its_test():
+    assert len(blocks()) == 2
+
+
 def test_the_quick_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {"model": Classifier(), "train_loader": loader(train_data()), "val_loader": loader(val_data())}

@@ -194,7 +194,7 @@ class TestSums:
             failed = False
 
             def predicted_targets(self, step):
-                if not self.failed and len(step.losses) == 10:
+                if not self.failed:
                     self.failed = True
                     raise RuntimeError("not today")
                 return super().predicted_targets(step)

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, RichProgressBar
 from torch.utils.data import IterableDataset
 
-import lightning_gradsim.reporter
+import lightning_gradsim.presentation
 from lightning_gradsim import GradSimCallback
 from tests.trainer.support import (
     NUM_TRAIN,
@@ -225,8 +225,8 @@ class TestTimeBudget:
             now[0] += 1.0
             return draw(*args, **kwargs)
 
-        draw = lightning_gradsim.reporter.mistake_panel
-        monkeypatch.setattr(lightning_gradsim.reporter, "mistake_panel", take_time)
+        draw = lightning_gradsim.presentation.mistake_panel
+        monkeypatch.setattr(lightning_gradsim.presentation, "mistake_panel", take_time)
         _, _, recorder = self.fit(tmp_path, strict(time_budget=0.1), now)
         epochs = [epoch for epoch, _ in recorder.moments]
         assert epochs[0] == 0

@@ -196,6 +196,7 @@ ARGUMENTS = [
     ({"mean": [0.5], "std": [0.0]}, ValueError, f"`mean=[0.5]` and `std=[0.0]`. {CHANNELS}"),
     ({"mean": [float("nan")], "std": [0.2]}, ValueError, f"`mean=[nan]` and `std=[0.2]`. {CHANNELS}"),
     *flag("show_teachers"),
+    *count("panel_pages"),
     *count("memory_budget", is_optional=True),
     ({"seed": "one"}, TypeError, "`seed='one'` is a str. Expected a whole number."),
     ({"seed": 1.5}, TypeError, "`seed=1.5` is a float. Expected a whole number."),
