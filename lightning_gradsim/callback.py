@@ -25,6 +25,7 @@ from lightning_gradsim.planner import plan
 from lightning_gradsim.presentation import PresentationSettings
 from lightning_gradsim.queries import QUERY_POLICIES, QueryPolicy, QuerySelection
 from lightning_gradsim.query_collector import QueryCollector
+from lightning_gradsim.reference_choice import Choice, ReferenceWay
 from lightning_gradsim.report import Report
 from lightning_gradsim.reporter import Reporter, ReporterSettings
 from lightning_gradsim.schedule import Moment, Schedule
@@ -91,7 +92,10 @@ class GradSimCallback(Callback):
         adapter: Reads batches of an unusual form; by default pairs and mappings are read.
         train_data: The training samples to compare with: a map-style dataset or a ``DataLoader`` over one, for instance
             without augmentation. By default the trainer's own.
-        max_train_samples: Compare with a seeded choice of at most that many, every class keeping its share.
+        max_train_samples: Compare with at most that many.
+        reference: Which those are: a seeded choice, ``"stratified"`` (every class keeps its share) or ``"random"``;
+            ``"prototypes"``, which cover their class by the inputs of the head at the first report; sample ids; or a
+            function from features ``[N, d]``, labels ``[N]`` and ``max_train_samples`` to places of samples.
         query_policy: ``"highest_loss"``, balanced over classes, or ``"random"``.
         class_names: Names of the classes; by default the ``classes`` of the training dataset, if it has any.
         mean: Mean of the images' normalisation, a value a channel, undone on panels.
@@ -154,6 +158,7 @@ class GradSimCallback(Callback):
         adapter: Adapter | None = None,
         train_data: Any = None,
         max_train_samples: int | None = None,
+        reference: ReferenceWay = "stratified",
         query_policy: QueryPolicy = "highest_loss",
         class_names: Sequence[str] | None = None,
         mean: Sequence[float] | None = None,
@@ -216,8 +221,7 @@ class GradSimCallback(Callback):
         contents = ReporterSettings(
             self.settings,
             train_data,
-            max_train_samples,
-            seed,
+            Choice(max_train_samples, reference, seed),
             class_names,
             PresentationSettings(name, mean, std, show_teachers, panel_pages, describe, feature_names, sinks),
             words,

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import check_choice, check_count, check_positive, check_seed
+from lightning_gradsim.arguments import check_choice, check_count, check_positive
 from lightning_gradsim.batches import map_tensors
 from lightning_gradsim.class_pairs import Mistakes
 from lightning_gradsim.engine import EngineSettings, ShardResult, score_shard
 from lightning_gradsim.errors import CheckpointError, LossError
 from lightning_gradsim.explanation import make_report, names_note
 from lightning_gradsim.guard import evaluating
+from lightning_gradsim.head_features import head_features
 from lightning_gradsim.layer_selection import LayerSpec
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.memory import default_budget
@@ -28,6 +29,7 @@ from lightning_gradsim.queries import QuerySelection
 from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch
 from lightning_gradsim.reading import Part
 from lightning_gradsim.reference import Reference, make_reference
+from lightning_gradsim.reference_choice import Choice, ReferenceWay
 from lightning_gradsim.report import Report
 from lightning_gradsim.scores import Similarity
 from lightning_gradsim.topk import ScoreSums
@@ -55,6 +57,7 @@ def explain(
     loss_fn: nn.Module | LossFunction | None = None,
     adapter: Adapter | None = None,
     max_train_samples: int | None = None,
+    reference: ReferenceWay = "stratified",
     memory_budget: int | None = None,
     seed: int = 0,
 ) -> Report:
@@ -78,6 +81,7 @@ def explain(
         loss_fn: As for ``GradSimCallback``.
         adapter: As for ``GradSimCallback``.
         max_train_samples: As for ``GradSimCallback``.
+        reference: As for ``GradSimCallback``; features are those of the weights that the module has.
         memory_budget: As for ``GradSimCallback``. With several checkpoints, sums for every pair must fit, too.
         seed: Seed of random choices.
 
@@ -103,19 +107,26 @@ def explain(
     settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget, damping=damping, keep_right=True)
     check_choice("target", target, ("true", "predicted"))
     check_count("class_pairs", class_pairs, optional=True)
-    check_count("max_train_samples", max_train_samples, optional=True)
-    check_seed(seed)
+    choice = Choice(max_train_samples, reference, seed)
     weights = _weights(checkpoints, learning_rates)
     adapter = adapter or Adapter()
     adapter.bind(model, loss_fn)
-    reference = make_reference(train_data, adapter, max_train_samples, seed, pass_as="`train_data` to `explain`")
+    chosen = make_reference(
+        train_data,
+        adapter,
+        choice,
+        pass_as="`train_data` to `explain`",
+        features=lambda reader: head_features(
+            model, adapter, _moved(reader.batches(), model), nullcontext, memory_budget
+        ),
+    )
     if memory_budget is None:
         settings = replace(settings, memory_budget=default_budget(_device(model)))
     with _keeping_weights(model) if checkpoints else nullcontext():
         selection, shard = _score_all(
-            model, adapter, queries, reference, settings, target, checkpoints or (), weights, class_pairs or 0
+            model, adapter, queries, chosen, settings, target, checkpoints or (), weights, class_pairs or 0
         )
-    report, _ = make_report([Part(shard, len(reference.reader))], selection, reference, settings)
+    report, _ = make_report([Part(shard, len(chosen.reader))], selection, chosen, settings)
     report = report.with_suspects(report.suspects)
     report = replace(report, notes=(*report.notes, *names_note(report, selection)))
     if len(weights) > 1:
