@@ -28,7 +28,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_gradsim import GradSimCallback, Report, reporter, rereading
+from lightning_gradsim import GradSimCallback, Report, presentation, reporter, rereading
 
 NUM_QUERIES, TOP_K, TOP, BATCH_SIZE = 32, 8, 5, 32
 FLIP_SHARE = 0.1
@@ -205,7 +205,7 @@ def run(setting: str, seed: int) -> list[dict[str, float]]:
 @contextmanager
 def timed_scoring(seconds: list[float]) -> Iterator[None]:
     """Note the seconds of each scoring, queries and choice included; pictures are not drawn."""
-    score, draw = reporter.score_part, reporter.mistake_panel
+    score, draw = reporter.score_part, presentation.mistake_panel
 
     def timed(*args: Any, **options: Any) -> Any:
         begin = time.perf_counter()
@@ -213,11 +213,13 @@ def timed_scoring(seconds: list[float]) -> Iterator[None]:
         seconds.append(time.perf_counter() - begin)
         return part
 
-    vars(reporter).update(score_part=timed, mistake_panel=lambda *_, **__: np.zeros((4, 4, 3), np.uint8))
+    vars(reporter).update(score_part=timed)
+    vars(presentation).update(mistake_panel=lambda *_, **__: np.zeros((4, 4, 3), np.uint8))
     try:
         yield
     finally:
-        vars(reporter).update(score_part=score, mistake_panel=draw)
+        vars(reporter).update(score_part=score)
+        vars(presentation).update(mistake_panel=draw)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -173,7 +173,7 @@ def _score_all(
     sums, last = None, None
     pair_sums = ScoreSums(reference.reader.ids, settings.top_k) if pairs and len(weights) > 1 else None
     if len(weights) > 1:
-        sums = _make_sums(reference, settings, num_queries * (4 if has_teachers else 2))
+        sums = _make_sums(reference, settings, num_queries * (4 if has_teachers else 2), len(pairs))
     for index in reversed(range(len(weights))):  # the last one is there already
         if last is not None:
             _load(model, checkpoints[index])
@@ -231,7 +231,8 @@ def _choose(
     return selection, batches
 
 
-def _make_sums(reference: Reference, settings: EngineSettings, num_rows: int) -> ScoreSums:
+def _make_sums(reference: Reference, settings: EngineSettings, num_rows: int, num_pairs: int) -> ScoreSums:
+    num_rows += num_pairs  # their sums are others, in the same memory
     number, budget = len(reference.reader), settings.memory_budget
     num_bytes = 4 * num_rows * number
     if budget is not None and num_bytes > budget:

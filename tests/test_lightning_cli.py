@@ -78,7 +78,7 @@ def test_every_argument_is_explained():
         ("every_n_steps=50", "_schedule.every_n_steps", 50),
         ("loss_fn=torch.nn.CrossEntropyLoss", "loss_fn.reduction", "mean"),
         ("adapter=lightning_gradsim.Adapter", "adapter.__class__.__name__", "Adapter"),
-        ("mean=[0.5]", "_reporter._settings.mean", [0.5]),
+        ("mean=[0.5]", "_reporter._settings.presentation.mean", [0.5]),
     ],
 )
 def test_values_arrive(argument, attribute, expected):
