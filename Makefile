@@ -64,8 +64,9 @@ bench-mislabel: $(BENCH)/mislabel/.ready ## Compare mislabel scores, in the fold
 bench-lds: $(VENV)/.demo ## Compare scores with retraining, in the folder GRADSIM_CACHE, on mnist_60k.npz from GRADSIM_DATA
 	PYTHONPATH=. $(BIN)/python benchmarks/lds.py
 
-bench-alibi: $(VENV)/.demo $(BENCH)/alibi/.ready ## Compare values and order of scores with alibi's
+bench-alibi: $(VENV)/.demo $(BENCH)/alibi/.ready ## Compare scores and prototypes with alibi's
 	PYTHONPATH=. $(BIN)/python benchmarks/alibi_parity.py --peers $(BENCH)
+	PYTHONPATH=. $(BIN)/python benchmarks/alibi_prototypes.py --peers $(BENCH)
 
 bench-lds-peers: $(BENCH)/lds/.ready ## Compare scores of kronfluence and dattri with the same retraining
 	TQDM_DISABLE=1 $(BENCH)/lds/bin/python benchmarks/lds_peers.py

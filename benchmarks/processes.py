@@ -32,6 +32,7 @@ from lightning_gradsim.explanation import make_report
 from lightning_gradsim.queries import QuerySelection
 from lightning_gradsim.reading import Reading, RunContext, score_part
 from lightning_gradsim.reference import make_reference
+from lightning_gradsim.reference_choice import Choice
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Work:
             (torch.randn(number, *row.shape), torch.randint(NUM_CLASSES, (number,)))
             for number in (num_samples, 2 * num_queries)
         ]
-        self.reference = make_reference(TensorDataset(*data[0]), self.adapter, None, 0)
+        self.reference = make_reference(TensorDataset(*data[0]), self.adapter, Choice())
         self.selection = QuerySelection(num_queries)
         with torch.no_grad():
             step = self.adapter.step(self.module, data[1])

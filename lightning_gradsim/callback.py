@@ -25,6 +25,7 @@ from lightning_gradsim.planner import plan
 from lightning_gradsim.presentation import PresentationSettings
 from lightning_gradsim.queries import QUERY_POLICIES, QueryPolicy, QuerySelection
 from lightning_gradsim.query_collector import QueryCollector
+from lightning_gradsim.reference_choice import Choice, ReferenceWay
 from lightning_gradsim.report import Report
 from lightning_gradsim.reporter import Reporter, ReporterSettings
 from lightning_gradsim.schedule import Moment, Schedule
@@ -83,12 +84,18 @@ class GradSimCallback(Callback):
             loader, right or wrong: for each of them similarities are summed over the reports of the run
             (``report.along_run``), four bytes for every pair. Every report then reads all training samples, and a
             budget decides which validations are passed over.
+        class_pairs: For that many of the most frequent pairs of label and wrong prediction, harmful samples of the mean
+            gradient of all their mistakes, which are read again, beside those of single queries
+            (``report.error_pairs``).
         loss_fn: A criterion, or a function of (outputs, targets) that gives one loss a sample. By default the module's
             one criterion attribute, else cross-entropy for integer targets.
         adapter: Reads batches of an unusual form; by default pairs and mappings are read.
         train_data: The training samples to compare with: a map-style dataset or a ``DataLoader`` over one, for instance
             without augmentation. By default the trainer's own.
-        max_train_samples: Compare with a seeded choice of at most that many, every class keeping its share.
+        max_train_samples: Compare with at most that many.
+        reference: Which those are: a seeded choice, ``"stratified"`` (every class keeps its share) or ``"random"``;
+            ``"prototypes"``, which cover their class by the inputs of the head at the first report; sample ids; or a
+            function from features ``[N, d]``, labels ``[N]`` and ``max_train_samples`` to places of samples.
         query_policy: ``"highest_loss"``, balanced over classes, or ``"random"``.
         class_names: Names of the classes; by default the ``classes`` of the training dataset, if it has any.
         mean: Mean of the images' normalisation, a value a channel, undone on panels.
@@ -146,10 +153,12 @@ class GradSimCallback(Callback):
         final_pass: bool = False,
         mode: Mode = "pass",
         along_run: int | Sequence[int] | None = None,
+        class_pairs: int | None = None,
         loss_fn: nn.Module | LossFunction | None = None,
         adapter: Adapter | None = None,
         train_data: Any = None,
         max_train_samples: int | None = None,
+        reference: ReferenceWay = "stratified",
         query_policy: QueryPolicy = "highest_loss",
         class_names: Sequence[str] | None = None,
         mean: Sequence[float] | None = None,
@@ -174,6 +183,7 @@ class GradSimCallback(Callback):
         check_choice("on_error", on_error, ("warn", "raise"))
         check_choice("query_policy", query_policy, QUERY_POLICIES)
         check_count("num_queries", num_queries, optional=False)
+        check_count("class_pairs", class_pairs, optional=True)
         check_share("time_budget", time_budget)
         check_type("final_pass", final_pass, isinstance(final_pass, bool), "True or False")
         check_type("trusted_val", trusted_val, isinstance(trusted_val, bool), "True or False")
@@ -211,8 +221,7 @@ class GradSimCallback(Callback):
         contents = ReporterSettings(
             self.settings,
             train_data,
-            max_train_samples,
-            seed,
+            Choice(max_train_samples, reference, seed),
             class_names,
             PresentationSettings(name, mean, std, show_teachers, panel_pages, describe, feature_names, sinks),
             words,
@@ -247,6 +256,7 @@ class GradSimCallback(Callback):
             time_budget=time_budget,
             name=name,
             along_run=sums,
+            class_pairs=class_pairs or 0,
         )
         self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)
         self._collector: QueryCollector | None = None

@@ -116,6 +116,7 @@ class _Kronecker:
 
     def __init__(self, like: OuterFactors | PatchFactors) -> None:
         groups, inputs, outputs, self._dtype = like.num_groups, like.num_inputs, like.num_outputs, _wide(like)
+        self._bias = like.bias
         new = like.output_grads.new_zeros
         self._inputs = new(groups, inputs, inputs, dtype=self._dtype)
         self._grads = new(groups, outputs, outputs, dtype=self._dtype)
@@ -144,12 +145,12 @@ class _Kronecker:
         assert not isinstance(factors, IndexedFactors)
         inputs = _damped_root(self._inputs / num_samples, damping)
         grads = _damped_root(self._grads / self._num_positions.clamp(min=1), damping)
-        i, o = factors.num_inputs, factors.num_outputs
-        if factors.num_positions * (i + o) >= i * o:
-            parts = factors.flat.to(self._dtype).split(factors.num_groups * o * (i - factors.bias), dim=1)
-            gradients = torch.cat([part.unflatten(1, (factors.num_groups, o, -1)) for part in parts], dim=-1)
+        groups, i, o = len(inputs), inputs.shape[-1], grads.shape[-1]
+        if is_flat(factors) or factors.num_positions * (i + o) >= i * o:
+            parts = factors.flat.to(self._dtype).split(groups * o * (i - self._bias), dim=1)
+            gradients = torch.cat([part.unflatten(1, (groups, o, -1)) for part in parts], dim=-1)
             gradients = torch.cholesky_solve(torch.cholesky_solve(gradients, grads).mT, inputs).mT  # [m, g, o, i]
-            return OuterFactors.from_gradients(gradients.split(i - factors.bias, dim=-1))
+            return OuterFactors.from_gradients(gradients.split(i - self._bias, dim=-1))
         samples = (factors.num_samples, factors.num_positions)
         solved_inputs = torch.cholesky_solve(_inputs(factors).mT.to(self._dtype), inputs).mT.unflatten(1, samples)
         solved_grads = torch.cholesky_solve(_rows(factors.output_grads).mT.to(self._dtype), grads).mT

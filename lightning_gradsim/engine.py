@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.arguments import check_choice, check_count, check_positive
 from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
+from lightning_gradsim.class_pairs import Mistakes, Pair, PairScorer, PairScores
 from lightning_gradsim.factors import Factors
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec
@@ -29,8 +30,8 @@ from lightning_gradsim.query_side import (
     prepare_queries,
     query_reports,
 )
-from lightning_gradsim.records import QueryReport
-from lightning_gradsim.sample_statistics import merge_suspects
+from lightning_gradsim.records import InfluentialSample, QueryReport
+from lightning_gradsim.sample_statistics import labels_of, merge_suspects
 from lightning_gradsim.scorer import Scorer
 from lightning_gradsim.scores import SIMILARITIES, Similarity
 from lightning_gradsim.suspects import SuspectTable
@@ -86,6 +87,7 @@ class PassResult:
         queries: By position, the queries that are still wrong, with their lists; those that are right by now are
             absent.
         right: Those of them that are right all the same: they were to be scored in any case.
+        pairs: Harmful samples of class pairs.
         suspects: All training samples by self-influence.
         has_teachers: Whether predictions have a loss, so that teachers could be found.
         num_samples: Training samples scored.
@@ -103,6 +105,7 @@ class PassResult:
     ran_short: bool
     needed_bytes: int | None = None
     right: frozenset[int] = frozenset()
+    pairs: Mapping[Pair, tuple[InfluentialSample, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +123,7 @@ class ShardResult:
         plan: How it was computed; ``None`` without training samples.
         ran_short: Whether memory did not suffice for what was planned.
         needed_bytes: As for ``PassResult``.
+        pairs: What was found for class pairs, if any were asked for.
     """
 
     layers: tuple[str, ...]
@@ -130,6 +134,7 @@ class ShardResult:
     plan: Plan | None
     ran_short: bool
     needed_bytes: int | None = None
+    pairs: PairScores | None = None
 
 
 @runtime_checkable
@@ -204,6 +209,7 @@ def score_shard(
     top: TopK | ScoreSums | None = None,
     observe: Observer | None = None,
     rows: ScoreRows | None = None,
+    mistakes: Mistakes | None = None,
 ) -> ShardResult:
     """Score some of the training samples against every query, exactly.
 
@@ -220,6 +226,7 @@ def score_shard(
         top: Takes the scores; by default one that keeps the best of each list.
         observe: Is shown sample ids, step and factors of everything that is read.
         rows: Takes all scores of the harmful, whose sign is turned, for some queries, which are scored even if right.
+        mistakes: Those of class pairs, each of which is one more query.
 
     Returns:
         What was found. Training samples whose loss or gradient is not finite are in it, for ``merge_shards`` to name
@@ -238,9 +245,13 @@ def score_shard(
         queries = prepare_queries(runner, query_batches, teachers=settings.teachers, keep_right=keep_right)
         if rows is not None and queries is not None:
             rows.choose([queries.records.positions.index(each) for each in rows.positions])
-        if queries is not None and settings.similarity == "influence":
+        pairs = None if mistakes is None else PairScorer(runner, mistakes, settings.similarity, settings.top_k)
+        if (queries is not None or pairs is not None) and settings.similarity == "influence":
             curvature = gather_curvature(runner, curvature_batches)
-            queries = precondition(queries, curvature, settings.damping, runner.memory_budget)
+            if queries is not None:
+                queries = precondition(queries, curvature, settings.damping, runner.memory_budget)
+            if pairs is not None:
+                pairs.precondition(curvature, settings.damping)
         num_query_gradients = 0 if queries is None else queries.num_gradients
         top = TopK(max(settings.top_k, NUM_WITNESSES)) if top is None else top
         scorer = Scorer(queries, settings.similarity, top, runner.memory_budget, rows)
@@ -248,6 +259,8 @@ def score_shard(
             for ids, step, factors in runner.run_all(batches):
                 scorer.update(ids, step, factors)
                 rounds.see(ids, factors)
+                if pairs is not None:
+                    pairs.update(ids, factors)
                 if observe is not None:
                     observe(ids, step, factors)
                 if plan is None and len(ids):
@@ -257,7 +270,8 @@ def score_shard(
     scores, ids = (values.cpu() for values in scorer.top.compute())
     ran_short = scorer.ran_short or runner.portions.was_halved
     records = None if queries is None else queries.records
-    return ShardResult(tuple(names), records, scores, ids, suspects, plan, ran_short, runner.needed_bytes)
+    found = None if pairs is None else pairs.compute()
+    return ShardResult(tuple(names), records, scores, ids, suspects, plan, ran_short, runner.needed_bytes, found)
 
 
 def merge_shards(shards: Sequence[ShardResult], settings: EngineSettings) -> PassResult:
@@ -289,7 +303,28 @@ def merge_shards(shards: Sequence[ShardResult], settings: EngineSettings) -> Pas
     ran_short = any(shard.ran_short for shard in shards)
     needed = max((shard.needed_bytes for shard in shards if shard.needed_bytes is not None), default=None)
     right = frozenset().union(*(records.right for records in all_records))
-    return PassResult(shards[0].layers, reports, suspects, has_teachers, len(suspects), plan, ran_short, needed, right)
+    pairs = _merge_pairs([shard.pairs for shard in shards if shard.pairs is not None], suspects, settings.top_k)
+    return PassResult(
+        shards[0].layers, reports, suspects, has_teachers, len(suspects), plan, ran_short, needed, right, pairs
+    )
+
+
+def _merge_pairs(
+    shards: Sequence[PairScores], suspects: SuspectTable, top_k: int
+) -> dict[Pair, tuple[InfluentialSample, ...]]:
+    """Harmful samples of each pair, from the scores of all shards."""
+    if not shards:
+        return {}
+    scores, ids = merge_largest([(each.best_scores, each.best_ids) for each in shards], top_k)
+    labels = labels_of(suspects, ids.unique().tolist())
+    return {
+        pair: tuple(
+            InfluentialSample(i, labels[i], -score, labels[i] == pair[1])
+            for i, score in zip(ids[row].tolist(), scores[row].tolist(), strict=True)
+            if score > 0
+        )
+        for row, pair in enumerate(shards[0].pairs)
+    }
 
 
 def _smallest_id(shard: ShardResult) -> int:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import check_choice, check_count, check_positive, check_seed, in_words
+from lightning_gradsim.arguments import check_choice, check_count, check_positive, in_words
 from lightning_gradsim.batches import map_tensors
+from lightning_gradsim.class_pairs import Mistakes
 from lightning_gradsim.engine import EngineSettings, ShardResult, score_shard
 from lightning_gradsim.errors import CheckpointError, LossError
 from lightning_gradsim.explanation import make_report, names_note
 from lightning_gradsim.guard import evaluating
+from lightning_gradsim.head_features import head_features
 from lightning_gradsim.layer_selection import LayerSpec
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.memory import default_budget
@@ -27,6 +29,7 @@ from lightning_gradsim.queries import QuerySelection
 from lightning_gradsim.query_side import NUM_WITNESSES, QueryBatch
 from lightning_gradsim.reading import Part
 from lightning_gradsim.reference import Reference, make_reference
+from lightning_gradsim.reference_choice import Choice, ReferenceWay
 from lightning_gradsim.report import Report
 from lightning_gradsim.scores import Similarity
 from lightning_gradsim.topk import ScoreSums
@@ -51,9 +54,11 @@ def explain(
     top_k: int = 8,
     damping: float = 1.0,
     target: Target = "true",
+    class_pairs: int | None = None,
     loss_fn: nn.Module | LossFunction | None = None,
     adapter: Adapter | None = None,
     max_train_samples: int | None = None,
+    reference: ReferenceWay = "stratified",
     memory_budget: int | None = None,
     seed: int = 0,
 ) -> Report:
@@ -73,9 +78,11 @@ def explain(
         damping: As for ``GradSimCallback``.
         target: Whose gradient harmful samples and look-alikes are found for: ``"true"``, the query's own label, or
             ``"predicted"``. Teachers are always for the predicted one. Predictions are those of the last checkpoint.
+        class_pairs: As for ``GradSimCallback``; the mistakes are those of the last checkpoint.
         loss_fn: As for ``GradSimCallback``.
         adapter: As for ``GradSimCallback``.
         max_train_samples: As for ``GradSimCallback``.
+        reference: As for ``GradSimCallback``; features are those of the weights that the module has.
         memory_budget: As for ``GradSimCallback``. With several checkpoints, sums for every pair must fit, too.
         seed: Seed of random choices.
 
@@ -102,17 +109,27 @@ def explain(
     begin = time.perf_counter()
     settings = EngineSettings(layers, similarity, top_k, memory_budget=memory_budget, damping=damping, keep_right=True)
     check_choice("target", target, ("true", "predicted"))
-    check_count("max_train_samples", max_train_samples, optional=True)
-    check_seed(seed)
+    check_count("class_pairs", class_pairs, optional=True)
+    choice = Choice(max_train_samples, reference, seed)
     weights = _weights(checkpoints, learning_rates)
     adapter = adapter or Adapter()
     adapter.bind(model, loss_fn)
-    reference = make_reference(train_data, adapter, max_train_samples, seed, pass_as="`train_data` to `explain`")
+    chosen = make_reference(
+        train_data,
+        adapter,
+        choice,
+        pass_as="`train_data` to `explain`",
+        features=lambda reader: head_features(
+            model, adapter, _moved(reader.batches(), model), nullcontext, memory_budget
+        ),
+    )
     if memory_budget is None:
         settings = replace(settings, memory_budget=default_budget(_device(model)))
     with _keeping_weights(model) if checkpoints else nullcontext():
-        selection, shard = _score_all(model, adapter, queries, reference, settings, target, checkpoints or (), weights)
-    report, _ = make_report([Part(shard, len(reference.reader))], selection, reference, settings)
+        selection, shard = _score_all(
+            model, adapter, queries, chosen, settings, target, checkpoints or (), weights, class_pairs or 0
+        )
+    report, _ = make_report([Part(shard, len(chosen.reader))], selection, chosen, settings)
     report = report.with_suspects(report.suspects)
     report = replace(report, notes=(*report.notes, *names_note(report, selection)))
     if len(weights) > 1:
@@ -155,15 +172,18 @@ def _score_all(
     target: Target,
     checkpoints: Sequence[Checkpoint],
     weights: Sequence[float],
+    class_pairs: int,
 ) -> tuple[QuerySelection, ShardResult]:
     """The queries, and what all checkpoints found together; beside scores, what the last one did."""
     if checkpoints:
         _load(model, checkpoints[-1])
     selection, batches = _choose(model, adapter, queries, target)
     num_queries, has_teachers = len(selection.queries), batches[0].predicted is not None
+    pairs = list(selection.pair_counts())[:class_pairs]
     sums, last = None, None
+    pair_sums = ScoreSums(reference.reader.ids, settings.top_k) if pairs and len(weights) > 1 else None
     if len(weights) > 1:
-        sums = _make_sums(reference, settings, num_queries * (4 if has_teachers else 2))
+        sums = _make_sums(reference, settings, num_queries * (4 if has_teachers else 2), len(pairs))
     for index in reversed(range(len(weights))):  # the last one is there already
         if last is not None:
             _load(model, checkpoints[index])
@@ -172,16 +192,29 @@ def _score_all(
             of_scores = share if settings.similarity == "cosine" else weights[index]
             pair = torch.tensor([of_scores, share], dtype=torch.float64).repeat_interleave(num_queries)
             sums.weights = pair.repeat(2 if has_teachers else 1)
+        if pair_sums is not None:
+            pair_sums.weights = weights[index] / (sum(weights) if settings.similarity == "cosine" else 1)
+        mistakes = ((len(each.positions), each.batch, each.predicted) for each in batches)
         curvature_batches = _moved(reference.for_curvature().batches(), model)
         train_batches = _moved(reference.reader.batches(), model)
         shard = score_shard(
-            model, adapter, batches, train_batches, settings, curvature_batches=curvature_batches, top=sums
+            model,
+            adapter,
+            batches,
+            train_batches,
+            settings,
+            curvature_batches=curvature_batches,
+            top=sums,
+            mistakes=Mistakes(pairs, mistakes, pair_sums) if pairs else None,
         )
         last = shard if last is None else last
     assert last is not None
     if sums is not None:
         scores, ids = (values.cpu() for values in sums.compute())
         last = replace(last, best_scores=scores, best_ids=ids)
+        if pair_sums is not None and last.pairs is not None:
+            scores, ids = (values.cpu() for values in pair_sums.compute())
+            last = replace(last, pairs=replace(last.pairs, best_scores=scores, best_ids=ids))
     return selection, last
 
 
@@ -208,7 +241,8 @@ def _choose(
     return selection, batches
 
 
-def _make_sums(reference: Reference, settings: EngineSettings, num_rows: int) -> ScoreSums:
+def _make_sums(reference: Reference, settings: EngineSettings, num_rows: int, num_pairs: int) -> ScoreSums:
+    num_rows += num_pairs  # their sums are others, in the same memory
     number, budget = len(reference.reader), settings.memory_budget
     num_bytes = 4 * num_rows * number
     if budget is not None and num_bytes > budget:

@@ -81,7 +81,9 @@ def make_report(
         num_validation_samples=num_validation_samples,
         num_errors=num_errors,
         errors_per_class=errors_per_class,
-        error_pairs=tuple(ErrorPair(*pair, count) for pair, count in selection.pair_counts().items())[:MAX_PAIRS],
+        error_pairs=tuple(
+            ErrorPair(*pair, count, result.pairs.get(pair, ())) for pair, count in selection.pair_counts().items()
+        )[:MAX_PAIRS],
         self_influence=Histogram.of(result.suspects.scores),
         num_dropped_queries=len(selection.queries) - len(queries),
         queries=queries,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.errors import NonFiniteError
-from lightning_gradsim.history import key_of
+from lightning_gradsim.history import LOADER_SHIFT, key_of
 from lightning_gradsim.plain_values import Label, to_label
 from lightning_gradsim.tasks import Task
 
@@ -119,6 +119,14 @@ class QuerySelection:
         pairs = zip(self._outcomes, self._predictions, strict=True)
         counts = Counter(pair for pair in pairs if pair[0] != _RIGHT)
         return dict(sorted(counts.items(), key=lambda each: (-each[1], each[0])))
+
+    def mistakes(self, pairs: Collection[tuple[int, int]]) -> dict[int, list[int]]:
+        """Ids of the misclassified samples of some pairs, by loader, as far as they have any."""
+        found: dict[int, list[int]] = {}
+        for key, pair in zip(self._keys, zip(self._outcomes, self._predictions, strict=True), strict=True):
+            if key >= 0 and pair in pairs:
+                found.setdefault(key >> LOADER_SHIFT, []).append(key & ((1 << LOADER_SHIFT) - 1))
+        return found
 
     def known_keys(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Keys of all samples seen that have an id, and of those among them that are misclassified."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batches import join_samples
+from lightning_gradsim.class_pairs import Mistakes
 from lightning_gradsim.clock import Clock, until
 from lightning_gradsim.engine import EngineSettings, Observer, Rounds, ShardResult, score_shard
 from lightning_gradsim.memory import default_budget
@@ -61,6 +62,8 @@ class Reading:
         is_first: Whether a part will do, since training steps will tell more by the next time.
         make_rows: From a number of rows and of training samples to room for all scores of the queries along the run;
             ``None`` where there are none.
+        pairs: Class pairs that count as queries of their own.
+        mistakes: Read the misclassified validation samples of these pairs.
     """
 
     seconds: float | None = None
@@ -71,6 +74,8 @@ class Reading:
     reason: str | None = None
     is_first: bool = False
     make_rows: Callable[[int, int], Tensor] | None = None
+    pairs: Sequence[tuple[int, int]] = ()
+    mistakes: Sequence[SampleReader] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +159,7 @@ def score_part(
             curvature_batches,
             observe=run.observe,
             rows=rows,
+            mistakes=Mistakes(reading.pairs, _read_mistakes(reading, run)) if reading.pairs else None,
         )
 
     if reading.tapped is None:
@@ -179,6 +185,12 @@ def score_part(
     unread = share.ids[len(shard.suspects) :]
     reached = int((reader.ids == unread[0]).nonzero()) if len(unread) else len(reader)
     return Part(shard, reached, finding, is_first=reading.is_first, rows=rows)
+
+
+def _read_mistakes(reading: Reading, run: RunContext) -> Iterator[tuple[int, Any, None]]:
+    for reader in reading.mistakes:
+        for ids, batch in reader.batches():
+            yield len(ids), run.move(batch), None
 
 
 def num_first(total: int) -> int:

@@ -120,11 +120,14 @@ class ErrorPair:
         label: The given label.
         prediction: What the model predicts.
         count: How many.
+        harmful: Opponents by the chosen similarity of their mean gradient, all of these samples as one query; empty
+            where that was not asked for.
     """
 
     label: int
     prediction: int
     count: int
+    harmful: tuple[InfluentialSample, ...] = ()
 
 
 @dataclass(frozen=True)

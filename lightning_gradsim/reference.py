@@ -10,15 +10,13 @@ from torch import Tensor
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.collation import ONE_AT_A_TIME, reorders_samples
-from lightning_gradsim.errors import BatchFormatError
+from lightning_gradsim.reference_choice import Choice, Features
 from lightning_gradsim.train_pass import (
     PASS_AS,
     SampleReader,
     differs_on_second_read,
     has_known_sampler,
-    known_labels,
     make_reader,
-    stratified_indices,
 )
 
 AUGMENTED = (
@@ -82,23 +80,31 @@ class Reference:
         return self.reader.choose(order[: self.num_for_curvature].sort().values)
 
 
+def no_features(reader: SampleReader) -> tuple[Tensor, Tensor]:
+    """For a choice that needs none."""
+    raise NotImplementedError
+
+
 def make_reference(
     source: Any,
     adapter: Adapter,
-    max_train_samples: int | None,
-    seed: int,
+    choice: Choice,
     num_batches: int | None = None,
     pass_as: str = PASS_AS,
+    *,
+    features: Features = no_features,
+    known: Tensor | None = None,
 ) -> Reference:
     """Read what must be known of the training data before a pass.
 
     Args:
         source: A map-style dataset, or a ``DataLoader`` over one.
         adapter: Finds the targets of batches, for a stratified choice.
-        max_train_samples: Compare with at most that many.
-        seed: Seed of the choice.
+        choice: How many, and which.
         num_batches: Read the first batches only, for a trial run.
         pass_as: As what a user passes the source, in messages.
+        features: Finds what the module sees of samples.
+        known: Ids of an earlier choice by features, which stands.
 
     Returns:
         The reference.
@@ -121,29 +127,14 @@ def make_reference(
             "the training dataset is read in the training process, since workers would have to be spawned: state "
             "inside the dataset object may change; give the loader a worker to avoid it"
         )
-    total = len(reader)
-    words = f"all {total:,} training samples"
+    words = None
     if num_batches is not None:
-        reader = reader.choose(torch.arange(min(total, num_batches * reader.batch_size)))
+        total, reader = len(reader), reader.choose(torch.arange(min(len(reader), num_batches * reader.batch_size)))
         words = f"the first {len(reader):,} of {total:,} training samples"
-        total = len(reader)
-    if max_train_samples is not None and max_train_samples < total:
-        labels = known_labels(reader)
-        if labels is None:
-            labels = _read_labels(reader, adapter)
-        reader = reader.choose(stratified_indices(labels, total, max_train_samples, seed))
-        how = "at random" if labels is None else "by class"
-        words = f"{max_train_samples:,} of {total:,} training samples, chosen {how}"
+    chosen, words_of_choice = choice.apply(reader, adapter, features, known)
+    words = words_of_choice if words is None or len(chosen) < len(reader) else words
     length = _length(reader.dataset)
-    return Reference(reader, words, augmented, _class_names(reader.dataset), tuple(notes), seed, length)
-
-
-def _read_labels(reader: SampleReader, adapter: Adapter) -> Tensor | None:
-    try:
-        labels = torch.cat([adapter.split(batch)[1] for _, batch in reader.batches()])
-    except BatchFormatError:  # only the module's own `gradsim_step` reads these batches
-        return None
-    return labels if labels.ndim == 1 and not labels.is_floating_point() else None
+    return Reference(chosen, words, augmented, _class_names(reader.dataset), tuple(notes), choice.seed, length)
 
 
 def _length(dataset: Any) -> int:

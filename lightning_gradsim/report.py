@@ -164,6 +164,7 @@ class Report:
         """
         lists = [samples for query in self.queries for samples in lists_of(query).values()]
         lists += [samples for query in self.along_run for samples in (query.harmful, query.proponents)]
+        lists += [pair.harmful for pair in self.error_pairs]
         listed = torch.tensor([sample.sample_id for samples in lists for sample in samples], dtype=torch.long)
         flagged = set(listed[torch.isin(listed, table.sample_ids[table.flagged])].tolist())
 
@@ -183,7 +184,8 @@ class Report:
             replace(query, harmful=marked(query.harmful), proponents=marked(query.proponents))
             for query in self.along_run
         )
-        return replace(self, suspects=table, queries=queries, along_run=along_run)
+        error_pairs = tuple(replace(pair, harmful=marked(pair.harmful)) for pair in self.error_pairs)
+        return replace(self, suspects=table, queries=queries, along_run=along_run, error_pairs=error_pairs)
 
     def confusion_in_words(self, limit: int = 5) -> str:
         """Which labels the flagged samples carry, and which are suggested: the most frequent pairs, with their numbers.

@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import check_count, check_names, check_seed
+from lightning_gradsim.arguments import check_names
 from lightning_gradsim.datasets import num_ids
 from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import make_report
+from lightning_gradsim.head_features import head_features
 from lightning_gradsim.history import History, TrendPoint, key_of
 from lightning_gradsim.presentation import Drawing, Presentation, PresentationSettings
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.reading import Part, Reading, RunContext, score_part
 from lightning_gradsim.reference import AUGMENTED, Reference, make_reference
+from lightning_gradsim.reference_choice import Choice
 from lightning_gradsim.report import Report
 from lightning_gradsim.sample_statistics import num_differing_labels
 from lightning_gradsim.sinks import Sink
@@ -40,8 +43,7 @@ class ReporterSettings:
     Attributes:
         engine: What is computed.
         train_data: The training samples to compare with, instead of the trainer's own.
-        max_train_samples: Compare with at most that many.
-        seed: Seed of their choice.
+        choice: How many of them, and which.
         class_names: Names of the classes, instead of the dataset's own.
         presentation: What they look like and where they go.
         words: All arguments of the callback in words.
@@ -54,8 +56,7 @@ class ReporterSettings:
 
     engine: EngineSettings
     train_data: Any
-    max_train_samples: int | None
-    seed: int
+    choice: Choice
     class_names: Sequence[str] | None
     presentation: PresentationSettings
     words: Mapping[str, str] = field(default_factory=dict)
@@ -63,8 +64,6 @@ class ReporterSettings:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_count("max_train_samples", self.max_train_samples, optional=True)
-        check_seed(self.seed)
         check_names("class_names", self.class_names, "one name a class, or None for the dataset's own")
 
 
@@ -85,6 +84,7 @@ class Reporter:
         self._change: str | None = None
         self._logged_plan = ""
         self._history = History()
+        self._chosen: Tensor | None = None  # by features, which are others by now
 
     @property
     def has_source(self) -> bool:
@@ -121,6 +121,8 @@ class Reporter:
             reader = make_reader(source)  # raises now for data that could not be read after a whole epoch
             if self._settings.true_labels is not None:
                 self._settings.true_labels.check_count(num_ids(reader.dataset))
+            if self._source is not None:
+                self._chosen = None
             self._source, self._reference = source, None
 
     def forget_reference(self) -> None:
@@ -152,10 +154,24 @@ class Reporter:
         own = self._settings
         self._change = None if self._reference is None else self._reference.change
         if self._reference is None or self._change is not None:
-            self._reference = make_reference(self._source, adapter, own.max_train_samples, own.seed, num_trial_batches)
+            self._reference = make_reference(
+                self._source,
+                adapter,
+                own.choice,
+                num_trial_batches,
+                features=partial(self._features, module, adapter, run),
+                known=self._chosen if self._change is None else None,
+            )
+            self._chosen = self._reference.reader.ids if own.choice.needs_features else None
             if self._reference.augmented:
                 self._warn(AUGMENTED)
         return score_part(module, adapter, selection, self._reference, own.engine, run, reading)
+
+    def _features(
+        self, module: nn.Module, adapter: Adapter, run: RunContext, reader: SampleReader
+    ) -> tuple[Tensor, Tensor]:
+        batches = ((ids, run.move(batch)) for ids, batch in reader.batches())
+        return head_features(module, adapter, batches, run.forward_context, self._settings.engine.memory_budget)
 
     def make_report(self, parts: Sequence[Part], selection: QuerySelection) -> tuple[Report, tuple[Query, ...]]:
         """The report of what all processes found.
@@ -193,7 +209,7 @@ class Reporter:
             F of ``mislabel.trusted_scores`` by sample id.
         """
         assert self._reference is not None
-        reader, seed = self._reference.reader, self._settings.seed
+        reader, seed = self._reference.reader, self._settings.choice.seed
         return fine_tune(module, adapter, reader, validation, self.num_ids, Task(report.task), run, seed)
 
     def with_suspects(
@@ -263,7 +279,8 @@ class Reporter:
 
     def state_dict(self) -> dict[str, Any]:
         """What later reports of the run need of earlier ones, plain values and tensors."""
-        return self._history.state_dict()
+        chosen = {} if self._chosen is None else {"reference_ids": self._chosen}
+        return {**self._history.state_dict(), **chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -272,6 +289,7 @@ class Reporter:
             state: The state.
         """
         self._history.load_state_dict(state)
+        self._chosen = state.get("reference_ids")
 
     def begin_run(self) -> None:
         """Forget earlier runs."""

@@ -88,7 +88,9 @@ def _to_report(values: Mapping[str, Any], suspects: Sequence[Mapping[str, str]])
             "notes": tuple(values["notes"]),
             "plan": _if_there(_to_plan, values["plan"]),
             "suspect_quality": _if_there(lambda found: SuspectQuality(**found), values["suspect_quality"]),
-            "error_pairs": tuple(ErrorPair(**pair) for pair in values["error_pairs"]),
+            "error_pairs": tuple(
+                ErrorPair(**{**pair, "harmful": _to_samples(pair.get("harmful", ()))}) for pair in values["error_pairs"]
+            ),
             "self_influence": _if_there(_to_histogram, values["self_influence"]),
             "trends": tuple(TrendPoint(**point) for point in values["trends"]),
             "followed": tuple(FollowedQuery(**{**each, **_labels_of(each)}) for each in values["followed"]),

@@ -154,6 +154,11 @@ class SampleReader:
         has = torch.isin(torch.tensor(sample_ids, dtype=torch.long), self.ids).tolist()
         return [sample_id for sample_id, is_known in zip(sample_ids, has, strict=True) if is_known]
 
+    def only(self, sample_ids: Sequence[int]) -> SampleReader:
+        """A reader of those samples that have one of some ids, in its own order."""
+        has = torch.isin(self.ids, torch.tensor(sample_ids, dtype=torch.long))
+        return self.choose(has.nonzero().flatten())
+
     def lookup(self, sample_ids: Sequence[int]) -> SampleReader:
         """A reader of the given samples, one a batch.
 

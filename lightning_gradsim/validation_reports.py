@@ -46,6 +46,7 @@ class ValidationReports:
         time_budget: Share of the training time, or ``None`` for no limit.
         name: Folder of the files.
         along_run: Sums similarities over the reports, if that is asked for.
+        class_pairs: Class pairs that count as queries of their own.
 
     Attributes:
         latest: The latest report, or ``None`` before the first.
@@ -70,7 +71,9 @@ class ValidationReports:
         time_budget: float | None,
         name: str,
         along_run: AlongRun | None = None,
+        class_pairs: int = 0,
     ) -> None:
+        self._class_pairs = class_pairs
         self.along_run = along_run
         self.latest: Report | None = None
         self.num_read = self.last_step = self.num_passed_over = 0
@@ -182,7 +185,13 @@ class ValidationReports:
             scored = self._supervisor.on_all_ranks(
                 trainer,
                 lambda: (
-                    self._score(trainer, module, selection, buffers, self._reading(trainer, reason, in_full=in_full)),
+                    self._score(
+                        trainer,
+                        module,
+                        selection,
+                        buffers,
+                        self._with_pairs(self._reading(trainer, reason, in_full=in_full), selection, collector),
+                    ),
                     self._watch.visits_of_pass(),
                 ),
             )
@@ -286,11 +295,22 @@ class ValidationReports:
         tapped = None if reason is not None else self._watch.tapped()
         return replace(reading, tapped=tapped, reason=reason, is_first=reason == FIRST_EPOCH)
 
+    def _with_pairs(self, reading: Reading, selection: QuerySelection, collector: QueryCollector) -> Reading:
+        """With the most frequent class pairs, and readers of their mistakes."""
+        pairs = list(selection.pair_counts())[: self._class_pairs]
+        ids = selection.mistakes(frozenset(pairs))
+        if not ids:
+            return reading
+        readers = collector.readers(ids)
+        return replace(reading, pairs=pairs, mistakes=[readers[i].only(ids[i]) for i in sorted(ids)])
+
     def _make_report(
         self, trainer: Trainer, selection: QuerySelection, parts: Sequence[Part]
     ) -> tuple[Report, tuple[Query, ...]]:
         report, kept = self._reporter.make_report(parts, selection)
         notes = [*report.notes, *names_note(report, selection), *self._watch.notes]
+        if self._class_pairs and report.error_pairs and not selection.mistakes({*selection.pair_counts()}):
+            notes.append("mistakes without ids cannot be read again: `class_pairs=` has none of them")
         unseen = bridge.unseen_note(trainer) if self._reporter.follows_training else None
         if unseen is not None:
             notes.append(unseen)

@@ -47,7 +47,8 @@ class ClassPair:
 
     Attributes:
         pair: The classes and how many samples are concerned.
-        culprits: Id and label of those that are harmful for most of the studied samples among them, most often first.
+        culprits: Id and label of those that are harmful for their mean gradient; where that was not asked for, for most
+            of the studied samples among them, most often first.
     """
 
     pair: ErrorPair
@@ -102,7 +103,14 @@ def find_pairs(report: Report, max_pairs: int = MAX_PAIRS) -> list[ClassPair]:
     studied: dict[tuple[Label, Label], list[QueryReport]] = {}
     for query in report.queries:
         studied.setdefault((query.label, query.prediction), []).append(query)
-    pairs = [ClassPair(pair, _culprits(studied.get((pair.label, pair.prediction), ()))) for pair in report.error_pairs]
+    pairs = [
+        ClassPair(
+            pair,
+            tuple((sample.sample_id, sample.label) for sample in pair.harmful[:MAX_CULPRITS])
+            or _culprits(studied.get((pair.label, pair.prediction), ())),
+        )
+        for pair in report.error_pairs
+    ]
     return sorted(pairs, key=lambda each: not each.culprits)[:max_pairs]
 
 

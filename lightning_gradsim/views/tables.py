@@ -113,7 +113,7 @@ def class_pairs_markdown(report: Report, limit: int = 20) -> str:
         return "No misclassified validation sample.\n"
     intro = (
         "Misclassified validation samples by label and prediction, the most frequent first; with the training samples "
-        "that are harmful for most of those that were studied."
+        "that are harmful for most of those that were studied, or, with `class_pairs=`, for the mean of all of them."
     )
     rows = [
         (

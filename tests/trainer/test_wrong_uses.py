@@ -29,6 +29,7 @@ LAYERS = 'Expected "last", "last:3", "all", names, globs, layer types or one pre
 SHARE = "Expected a share of the training time, such as 0.1, or None for no limit."
 SIMILARITY = "is not known. Expected one of 'dot', 'cosine', 'asymmetric', 'influence'."
 POLICY = "is not known. Expected one of 'highest_loss', 'random'."
+REFERENCE = "is not known. Expected one of 'random', 'stratified', 'prototypes'."
 MODE = "is not known. Expected one of 'auto', 'in_run', 'pass'."
 ON_ERROR = "is not known. Expected one of 'warn', 'raise'."
 TRUE_LABELS = "one label a training sample, by sample id: a list, an array or a tensor"
@@ -136,6 +137,7 @@ ARGUMENTS = [
         "`mode='in_run'` and `mislabel_score=None` contradict each other: the first needs training steps to be "
         "watched. Leave one of them out.",
     ),
+    *count("class_pairs", is_optional=True),
     *[
         ({"along_run": value}, error, f"`along_run={value!r}` {what}. {COUNT_OR_IDS}")
         for value, error, what in (
@@ -169,6 +171,32 @@ ARGUMENTS = [
     ({"adapter": "mine"}, TypeError, f"`adapter='mine'` is a str. {ADAPTER}"),
     ({"adapter": Adapter}, TypeError, f"`adapter={Adapter!r}` is a type. {ADAPTER}"),
     *count("max_train_samples", is_optional=True),
+    ({"reference": "all"}, ValueError, f"`reference='all'` {REFERENCE}"),
+    *[
+        (
+            {"reference": value},
+            TypeError,
+            f"`reference={value!r}` is not known. Expected one of 'random', 'stratified', 'prototypes', a list of "
+            "sample ids, or a function of features, labels and a number. A number of samples is `max_train_samples`.",
+        )
+        for value in (100, 0.1, None)
+    ],
+    *[
+        (
+            {"reference": way},
+            ValueError,
+            f"`reference='{way}'` chooses a part of the training samples, and `max_train_samples=None` asks for all of "
+            "them. Pass a number of samples, too.",
+        )
+        for way in ("random", "prototypes")
+    ],
+    ({"reference": [2, 2]}, ValueError, f"`reference=[2, 2]` holds an id twice. {COUNT_OR_IDS}"),
+    ({"reference": ["a"]}, TypeError, f"`reference=['a']` holds a str. {COUNT_OR_IDS}"),
+    (
+        {"reference": [2, 3], "max_train_samples": 9},
+        ValueError,
+        "`reference=` has 2 sample ids, and `max_train_samples=9` is another choice. Leave one of them out.",
+    ),
     ({"query_policy": "hardest"}, ValueError, f"`query_policy='hardest'` {POLICY}"),
     ({"query_policy": None}, ValueError, f"`query_policy=None` {POLICY}"),
     ({"class_names": "cat"}, TypeError, "`class_names='cat'` is a str. Expected a list of strings."),

@@ -190,6 +190,11 @@ REFUSED = {
     "target": ({"target": "given"}, ValueError, r"`target='given'` is not known. Expected one of 'true', 'predicted'"),
     "similarity": ({"similarity": "dots"}, ValueError, r"`similarity='dots'` is not known"),
     "sums": ({"checkpoints": states(2), "memory_budget": 3359}, CheckpointError, r"28 rows .* take 3,360 bytes"),
+    "sums of pairs": (
+        {"checkpoints": states(2), "memory_budget": 3479, "class_pairs": 1},
+        CheckpointError,
+        r"29 rows .* take 3,480 bytes",
+    ),
     "seed": ({"seed": 0.5}, TypeError, r"`seed=0.5`"),
     "samples": ({"max_train_samples": 0}, ValueError, r"`max_train_samples=0` is too small"),
 }

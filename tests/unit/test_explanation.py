@@ -13,6 +13,7 @@ from lightning_gradsim.explanation import make_report
 from lightning_gradsim.queries import QuerySelection
 from lightning_gradsim.reading import Reading, RunContext, score_part
 from lightning_gradsim.reference import make_reference
+from lightning_gradsim.reference_choice import Choice
 from lightning_gradsim.train_pass import make_reader
 
 CLASSES, NUM_TRAIN, NUM_VALIDATION = 3, 60, 40
@@ -82,7 +83,7 @@ def setting():
 
 
 def report_of(module, adapter, train, selection, run=None, **settings):
-    reference = make_reference(train, adapter, None, 0)
+    reference = make_reference(train, adapter, Choice())
     parts = [score_part(module, adapter, selection, reference, EngineSettings(**settings), run or context())]
     return make_report(parts, selection, reference, EngineSettings(**settings))[0]
 
@@ -201,7 +202,7 @@ def test_note_on_a_noisy_validation_set(setting):
 
 
 def test_reference_to_all_samples():
-    reference = make_reference(image_data(1500), Adapter(), None, 0)
+    reference = make_reference(image_data(1500), Adapter(), Choice())
     assert reference.words == "all 1,500 training samples"
     assert len(reference.reader) == 1500
     assert not reference.augmented
@@ -211,35 +212,35 @@ def test_reference_to_all_samples():
 
 @pytest.mark.parametrize("limit", [60, 1000])
 def test_a_limit_that_does_not_limit(limit):
-    assert make_reference(image_data(NUM_TRAIN), Adapter(), limit, 0).words == "all 60 training samples"
+    assert make_reference(image_data(NUM_TRAIN), Adapter(), Choice(limit, seed=0)).words == "all 60 training samples"
 
 
 @pytest.mark.parametrize("data", [image_data(NUM_TRAIN), Images()], ids=["labels at hand", "labels read"])
 def test_a_limit_keeps_the_shares_of_the_classes(data):
-    reference = make_reference(data, Adapter(), 15, 3)
+    reference = make_reference(data, Adapter(), Choice(15, seed=3))
     assert reference.words == "15 of 60 training samples, chosen by class"
     assert torch.bincount(reference.reader.ids % CLASSES).tolist() == [5, 5, 5]
-    assert torch.equal(reference.reader.ids, make_reference(data, Adapter(), 15, 3).reader.ids)
-    assert not torch.equal(reference.reader.ids, make_reference(data, Adapter(), 15, 4).reader.ids)
+    assert torch.equal(reference.reader.ids, make_reference(data, Adapter(), Choice(15, seed=3)).reader.ids)
+    assert not torch.equal(reference.reader.ids, make_reference(data, Adapter(), Choice(15, seed=4)).reader.ids)
 
 
 def test_a_limit_without_classes():
     data = TensorDataset(torch.randn(30, 4), torch.randn(30))
-    assert make_reference(data, Adapter(), 10, 0).words == "10 of 30 training samples, chosen at random"
+    assert make_reference(data, Adapter(), Choice(10, seed=0)).words == "10 of 30 training samples, chosen at random"
 
 
 def test_a_limit_where_only_gradsim_step_reads_batches():
-    assert make_reference(Three(), Adapter(), 5, 0).words == "5 of 12 training samples, chosen at random"
+    assert make_reference(Three(), Adapter(), Choice(5, seed=0)).words == "5 of 12 training samples, chosen at random"
 
 
 def test_a_trial_run_reads_its_first_batches():
-    reference = make_reference(DataLoader(image_data(NUM_TRAIN), 8, shuffle=True), Adapter(), None, 0, num_batches=2)
+    reference = make_reference(DataLoader(image_data(NUM_TRAIN), 8, shuffle=True), Adapter(), Choice(), num_batches=2)
     assert reference.reader.ids.tolist() == list(range(16))
     assert reference.words == "the first 16 of 60 training samples"
 
 
 def test_augmentation_is_noted():
-    reference = make_reference(Images(noise=1.0), Adapter(), None, 0)
+    reference = make_reference(Images(noise=1.0), Adapter(), Choice())
     assert reference.augmented
     assert any("augmented at random" in note and "`train_data=`" in note for note in reference.notes)
 
@@ -247,11 +248,11 @@ def test_augmentation_is_noted():
 def test_reading_in_process_is_noted():
     loader = DataLoader(Images(), num_workers=1, multiprocessing_context="spawn")
     loader.num_workers = 0
-    assert any("read in the training process" in note for note in make_reference(loader, Adapter(), None, 0).notes)
+    assert any("read in the training process" in note for note in make_reference(loader, Adapter(), Choice()).notes)
 
 
 def test_class_names_of_the_dataset():
-    assert make_reference(Subset(Images(), range(6)), Adapter(), None, 0).class_names == ("cat", "dog", "ape")
+    assert make_reference(Subset(Images(), range(6)), Adapter(), Choice()).class_names == ("cat", "dog", "ape")
 
 
 @pytest.mark.parametrize("seconds", [None, 1e6])
@@ -259,7 +260,7 @@ def test_class_names_of_the_dataset():
 def test_several_processes_read_a_share_each(setting, monkeypatch, world_size, seconds):
     module, adapter, train, validation = setting
     monkeypatch.setattr("lightning_gradsim.reading.default_budget", lambda _, number: 10**9 // number)
-    selection, reference = validate(module, adapter, validation), make_reference(train, adapter, None, 0)
+    selection, reference = validate(module, adapter, validation), make_reference(train, adapter, Choice())
     parts = [
         score_part(
             module, adapter, selection, reference, EngineSettings(), context(), Reading(seconds, 7, rank, world_size)
@@ -286,7 +287,7 @@ def test_what_is_reached_is_the_first_place_left_unread(setting, world_size):
     """In batches of 5: one for each process, of runs that take turns."""
     module, adapter, train, validation = setting
     loader = DataLoader(train, 5)
-    selection, reference = validate(module, adapter, validation), make_reference(loader, adapter, None, 0)
+    selection, reference = validate(module, adapter, validation), make_reference(loader, adapter, Choice())
     parts = [
         score_part(
             module, adapter, selection, reference, EngineSettings(), context(), Reading(0.0, 58, rank, world_size)
@@ -304,7 +305,7 @@ def test_what_is_reached_is_the_first_place_left_unread(setting, world_size):
 def test_the_choice_behind_the_curvature_is_seeded_and_named(setting, monkeypatch):
     module, adapter, train, validation = setting
     monkeypatch.setattr("lightning_gradsim.reference.CURVATURE_SAMPLES", 25)
-    chosen = [make_reference(train, adapter, None, seed).for_curvature().ids.tolist() for seed in (0, 0, 1)]
+    chosen = [make_reference(train, adapter, Choice(seed=seed)).for_curvature().ids.tolist() for seed in (0, 0, 1)]
     assert chosen[0] == chosen[1] != chosen[2]
     assert len(set(chosen[0])) == 25
     selection = validate(module, adapter, validation)

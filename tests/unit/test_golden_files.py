@@ -79,7 +79,7 @@ def make_report():
         plan=Plan((layer,), 2, 8, 8, 2**20, 500),
         settings={"layers": "'last'"},
         versions={"torch": "2.9.0"},
-        error_pairs=(ErrorPair(1, 2, 2),),
+        error_pairs=(ErrorPair(1, 2, 2, (InfluentialSample(9, 0, -0.5, False),)),),
         self_influence=Histogram((0.0, 1.0, 2.0), (1, 2), 0),
         trends=(TrendPoint(2, 30, 3, 1, None, 0.5), TrendPoint(3, 40, 2, 1, 1.0, 0.5)),
         followed=(FollowedQuery(17, 0, 1, 2, 2, None), FollowedQuery(5, 1, 0, 1, 1, 3)),

@@ -48,6 +48,13 @@ def test_culprits_are_harmful_for_most_of_a_pair():
     assert third.culprits == ()
 
 
+def test_culprits_of_the_mean_gradient_come_before_counts():
+    pairs = (replace(PAIRS[0], harmful=harmful(8, 7, 6, 5)), *PAIRS[1:])
+    first, second, _ = find_pairs(make_pairs_report(error_pairs=pairs))
+    assert first.culprits == ((8, 2), (7, 1), (6, 0))
+    assert second.culprits == ((9, 0),)
+
+
 def test_pairs_that_were_studied_come_first():
     report = make_pairs_report(error_pairs=(ErrorPair(1, 2, 30), *PAIRS))
     assert [each.pair.count for each in find_pairs(report)] == [7, 2, 30, 1]
