@@ -100,7 +100,7 @@ def steps(report: Report, side: int, folder: Path) -> dict[str, Callable[[], obj
             class_pairs_picture(report),
         ]
 
-    def encode() -> None:
+    def encode() -> None:  # once for the files and all loggers
         for pixels in made["pictures"]:
             to_png(pixels)
         mistakes_markdown(report)

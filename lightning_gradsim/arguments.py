@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from numbers import Real
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 
 
 def check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
@@ -140,6 +140,33 @@ def check_count(argument: str, value: object, *, optional: bool, at_least: int =
         raise TypeError(f"`{argument}={value!r}` is {with_article(type(value).__name__)}. {expected}")
     if value < at_least:
         raise ValueError(f"`{argument}={value}` is too small. {expected}")
+
+
+def check_count_or_ids(argument: str, value: object) -> None:
+    """Refuse what is neither a number nor a list of sample ids.
+
+    Args:
+        argument: Name of the argument.
+        value: Its value.
+
+    Raises:
+        TypeError: If it is of another type, or holds others.
+        ValueError: If the number is below 1, or the list empty, or with ids that are negative or repeated.
+    """
+    expected = "Expected a whole number of at least 1, or a list of different sample ids."
+    if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"`{argument}={value!r}` is {with_article(type(value).__name__)}. {expected}")
+        if value < 1:
+            raise ValueError(f"`{argument}={value}` is too small. {expected}")
+        return
+    ids = list(value)
+    wrong = [each for each in ids if isinstance(each, bool) or not isinstance(each, Integral)]
+    if wrong:
+        raise TypeError(f"`{argument}={value!r}` holds {with_article(type(wrong[0]).__name__)}. {expected}")
+    if not ids or min(ids) < 0 or len(set(ids)) < len(ids):
+        what = "is empty" if not ids else "holds a negative id" if min(ids) < 0 else "holds an id twice"
+        raise ValueError(f"`{argument}={value!r}` {what}. {expected}")
 
 
 def check_share(argument: str, value: object) -> None:

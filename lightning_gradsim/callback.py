@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.along_run import AlongRun
 from lightning_gradsim.arguments import check_choice, check_count, check_share, check_type, in_words
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.engine import EngineSettings
@@ -21,6 +22,7 @@ from lightning_gradsim.layer_selection import LayerSpec, select_layers, trainabl
 from lightning_gradsim.losses import LossFunction
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import plan
+from lightning_gradsim.presentation import PresentationSettings
 from lightning_gradsim.queries import QUERY_POLICIES, QueryPolicy, QuerySelection
 from lightning_gradsim.query_collector import QueryCollector
 from lightning_gradsim.report import Report
@@ -77,6 +79,10 @@ class GradSimCallback(Callback):
             training steps have shown of the head tells which training samples may be in a list; those are read again
             and scored exactly, and ``report.recall`` estimates what is missed; where steps tell nothing, it is a pass
             again. ``"auto"``: the same, and the last report is of a pass over all of them.
+        along_run: How many queries, from the first report on that has them, or ids of samples of the first validation
+            loader, right or wrong: for each of them similarities are summed over the reports of the run
+            (``report.along_run``), four bytes for every pair. Every report then reads all training samples, and a
+            budget decides which validations are passed over.
         loss_fn: A criterion, or a function of (outputs, targets) that gives one loss a sample. By default the module's
             one criterion attribute, else cross-entropy for integer targets.
         adapter: Reads batches of an unusual form; by default pairs and mappings are read.
@@ -88,6 +94,7 @@ class GradSimCallback(Callback):
         mean: Mean of the images' normalisation, a value a channel, undone on panels.
         std: Standard deviation of the images' normalisation, undone on panels.
         show_teachers: Whether panels show who taught the wrong prediction, too.
+        panel_pages: How many panels of six mistakes are drawn at most: ``mistakes``, ``mistakes_2`` and so on.
         describe: What is shown of samples that are no pictures: a function from a sample of the dataset to words, or a
             tokenizer, whose ``decode`` gets token ids. It never stops a report.
         feature_names: Names of the numbers of an input, which are then shown as a table.
@@ -103,6 +110,7 @@ class GradSimCallback(Callback):
             them, which takes four passes over validation and training data, beyond any budget, and suspects are ranked
             by what becomes of the training samples, too.
         max_state_mb: MiB that statistics and features of the training samples may take, here and in checkpoints.
+            Sums of ``along_run`` that take more lie in a file here, and in one beside each checkpoint.
         id_key: Where training batches carry sample ids, a key or a place; needed only for loaders that make batches of
             their own.
         memory_budget: Bytes that a pass may take beside the module and the batch at hand; by default a quarter of what
@@ -137,6 +145,7 @@ class GradSimCallback(Callback):
         time_budget: float | None = 0.1,
         final_pass: bool = False,
         mode: Mode = "pass",
+        along_run: int | Sequence[int] | None = None,
         loss_fn: nn.Module | LossFunction | None = None,
         adapter: Adapter | None = None,
         train_data: Any = None,
@@ -146,6 +155,7 @@ class GradSimCallback(Callback):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         show_teachers: bool = False,
+        panel_pages: int = 1,
         describe: Any = None,
         feature_names: Sequence[str] | None = None,
         sinks: Sequence[Sink] = (),
@@ -179,6 +189,11 @@ class GradSimCallback(Callback):
                 "`mode='in_run'` and `mislabel_score=None` contradict each other: the first needs training steps to be "
                 "watched. Leave one of them out."
             )
+        if along_run is not None and mode != "pass":
+            raise ValueError(
+                f"`mode={mode!r}` and `along_run={along_run!r}` contradict each other: the first reads some of the "
+                "training samples, the second sums over all of them. Leave one of them out."
+            )
         check_type("loss_fn", loss_fn, is_loss, "an instance of a criterion, or a function")
         is_adapter = adapter is None or isinstance(adapter, Adapter)
         check_type("adapter", adapter, is_adapter, "an instance of an `Adapter` subclass")
@@ -199,13 +214,7 @@ class GradSimCallback(Callback):
             max_train_samples,
             seed,
             class_names,
-            mean,
-            std,
-            show_teachers,
-            name,
-            describe,
-            feature_names,
-            sinks,
+            PresentationSettings(name, mean, std, show_teachers, panel_pages, describe, feature_names, sinks),
             words,
             truth,
         )
@@ -213,6 +222,7 @@ class GradSimCallback(Callback):
         self._clock = Clock()
         self._supervisor = Supervisor(self._clock, self._failures, raises=on_error == "raise")
         watched = None if mislabel_score is None else InRunSettings(mislabel_score, max_state_mb, seed)
+        sums = None if along_run is None else AlongRun(along_run, max_state_mb, name)
         in_run = None if watched is None else InRun(self.adapter, watched)
         self._watch = TrainingWatch(
             self.adapter,
@@ -236,6 +246,7 @@ class GradSimCallback(Callback):
             trusted_val=trusted_val,
             time_budget=time_budget,
             name=name,
+            along_run=sums,
         )
         self._moment = Moment(0, 0, ends_epoch=False, ends_run=False)
         self._collector: QueryCollector | None = None
@@ -314,6 +325,10 @@ class GradSimCallback(Callback):
         self._watch.load_state_dict(state_dict.get("in_run", {}))
         self._reporter.load_state_dict(state_dict.get("history", {}))
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write what is too large for the state beside the checkpoint."""
+        self._reports.save(trainer)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies that are not supported; a callback that has stopped tries again in a new run."""
         bridge.check_strategy(trainer, type(self).__name__)
@@ -333,7 +348,7 @@ class GradSimCallback(Callback):
         """Check what depends on the training data, before any time is spent on it."""
         self._clock.start_run()
         self._num_due = 0
-        self._reports.start_training()
+        self._reports.start_training(trainer)
         self._reporter.set_source(trainer.train_dataloader)
         self._watch.start(trainer, pl_module)
 
@@ -377,7 +392,12 @@ class GradSimCallback(Callback):
             validation_readers(bridge.flatten_loaders(trainer.val_dataloaders))  # raises now for what cannot be read
         self._clock.start_validation()
         selection = QuerySelection(
-            self.num_queries, self.query_policy, self.seed, trainer.global_rank, trainer.world_size
+            self.num_queries,
+            self.query_policy,
+            self.seed,
+            trainer.global_rank,
+            trainer.world_size,
+            self._keys_along_run(trainer),
         )
         self._collector = QueryCollector(bridge.flatten_loaders(trainer.val_dataloaders), selection)
 
@@ -462,6 +482,15 @@ class GradSimCallback(Callback):
         if self._reports.num_passed_over == 1 and trainer.is_global_zero:
             logger.info("`%s` passes over validations to keep within `time_budget=%s`", self.name, self.time_budget)
         return self.final_pass or self.trusted_val  # it may turn out to be the last: its queries are kept
+
+    def _keys_along_run(self, trainer: Trainer) -> frozenset[int]:
+        along_run = self._reports.along_run
+        if along_run is None or trainer.state.fn != "fit":
+            return frozenset()
+        problem = along_run.check(bridge.flatten_loaders(trainer.val_dataloaders))
+        if problem is not None:
+            self._failures.warn_once(problem)
+        return along_run.keys
 
     def _check_module(self, module: LightningModule) -> None:
         select_layers(module, self.settings.layers)

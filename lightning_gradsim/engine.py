@@ -34,7 +34,7 @@ from lightning_gradsim.sample_statistics import merge_suspects
 from lightning_gradsim.scorer import Scorer
 from lightning_gradsim.scores import SIMILARITIES, Similarity
 from lightning_gradsim.suspects import SuspectTable
-from lightning_gradsim.topk import ScoreSums, TopK, merge_largest
+from lightning_gradsim.topk import ScoreRows, ScoreSums, TopK, merge_largest
 from lightning_gradsim.wrapper import PerSampleGradients
 
 Observer = Callable[[Tensor, Step, Mapping[str, Factors]], None]
@@ -85,6 +85,7 @@ class PassResult:
         layers: Names of the layers.
         queries: By position, the queries that are still wrong, with their lists; those that are right by now are
             absent.
+        right: Those of them that are right all the same: they were to be scored in any case.
         suspects: All training samples by self-influence.
         has_teachers: Whether predictions have a loss, so that teachers could be found.
         num_samples: Training samples scored.
@@ -101,6 +102,7 @@ class PassResult:
     plan: Plan | None
     ran_short: bool
     needed_bytes: int | None = None
+    right: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +203,7 @@ def score_shard(
     curvature_batches: Iterable[tuple[Tensor, Any]] = (),
     top: TopK | ScoreSums | None = None,
     observe: Observer | None = None,
+    rows: ScoreRows | None = None,
 ) -> ShardResult:
     """Score some of the training samples against every query, exactly.
 
@@ -216,6 +219,7 @@ def score_shard(
             read for ``influence`` only.
         top: Takes the scores; by default one that keeps the best of each list.
         observe: Is shown sample ids, step and factors of everything that is read.
+        rows: Takes all scores of the harmful, whose sign is turned, for some queries, which are scored even if right.
 
     Returns:
         What was found. Training samples whose loss or gradient is not finite are in it, for ``merge_shards`` to name
@@ -230,13 +234,16 @@ def score_shard(
     rounds = train_batches if isinstance(train_batches, Rounds) else _OneRound(train_batches)
     with evaluating(module), PerSampleGradients(module, settings.layers) as gradients:
         runner = BatchRunner(module, adapter, gradients, forward_context, settings.memory_budget)
-        queries = prepare_queries(runner, query_batches, teachers=settings.teachers, keep_right=settings.keep_right)
+        keep_right = settings.keep_right or (() if rows is None else rows.positions)
+        queries = prepare_queries(runner, query_batches, teachers=settings.teachers, keep_right=keep_right)
+        if rows is not None and queries is not None:
+            rows.choose([queries.records.positions.index(each) for each in rows.positions])
         if queries is not None and settings.similarity == "influence":
             curvature = gather_curvature(runner, curvature_batches)
             queries = precondition(queries, curvature, settings.damping, runner.memory_budget)
         num_query_gradients = 0 if queries is None else queries.num_gradients
         top = TopK(max(settings.top_k, NUM_WITNESSES)) if top is None else top
-        scorer = Scorer(queries, settings.similarity, top, runner.memory_budget)
+        scorer = Scorer(queries, settings.similarity, top, runner.memory_budget, rows)
         for batches in rounds.batches(queries):
             for ids, step, factors in runner.run_all(batches):
                 scorer.update(ids, step, factors)
@@ -281,7 +288,8 @@ def merge_shards(shards: Sequence[ShardResult], settings: EngineSettings) -> Pas
     plan = next((shard.plan for shard in shards if shard.plan is not None), None)
     ran_short = any(shard.ran_short for shard in shards)
     needed = max((shard.needed_bytes for shard in shards if shard.needed_bytes is not None), default=None)
-    return PassResult(shards[0].layers, reports, suspects, has_teachers, len(suspects), plan, ran_short, needed)
+    right = frozenset().union(*(records.right for records in all_records))
+    return PassResult(shards[0].layers, reports, suspects, has_teachers, len(suspects), plan, ran_short, needed, right)
 
 
 def _smallest_id(shard: ShardResult) -> int:

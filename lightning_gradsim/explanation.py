@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_gradsim.engine import EngineSettings, merge_shards
+from lightning_gradsim.engine import EngineSettings, PassResult, merge_shards
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.reading import Part, num_first
-from lightning_gradsim.records import ErrorPair, Histogram, QueryReport
+from lightning_gradsim.records import ErrorPair, Histogram, QueryAlongRun, QueryReport
 from lightning_gradsim.reference import Reference
 from lightning_gradsim.report import Report
 from lightning_gradsim.tasks import Task
@@ -45,7 +45,9 @@ def make_report(
     """
     result = merge_shards([part.shard for part in parts], settings)
     errors_per_class, num_errors, num_validation_samples = selection.error_counts()
-    still_wrong = {i: query for i, query in enumerate(selection.queries) if i in result.queries}
+    right = frozenset[int]() if settings.keep_right else result.right
+    found = result.queries.keys() - right
+    still_wrong = {i: query for i, query in enumerate(selection.queries) if i in found}
     queries = tuple(
         replace(result.queries[i], sample_id=query.sample_id, dataloader_idx=query.dataloader_idx)
         for i, query in still_wrong.items()
@@ -89,6 +91,7 @@ def make_report(
         augmented=reference.augmented,
         task=(selection.task or Task.CLASSIFICATION).value,
         plan=result.plan,
+        along_run=_along_run(selection, result),
     )
     return report, tuple(still_wrong.values())
 
@@ -124,6 +127,27 @@ def _what_was_read(number: int, reference: Reference, part: Part) -> tuple[str, 
     if part.is_first and number >= num_first(total):
         return f"{words}, drawn at random", notes
     return f"{words}, as many as the time budget allows", [*notes, PARTIAL]
+
+
+def _along_run(selection: QuerySelection, result: PassResult) -> tuple[QueryAlongRun, ...]:
+    """The samples that similarities are summed for, without lists: those come of all reports."""
+    found = []
+    for key, position in selection.along_run_positions.items():
+        query, now = selection.along_run[key], result.queries[position]
+        assert query.sample_id is not None  # they are told apart by it
+        found.append(
+            QueryAlongRun(
+                query.sample_id,
+                query.dataloader_idx,
+                now.label,
+                now.prediction,
+                now.probability,
+                now.loss,
+                since_epoch=0,
+                num_reports=0,
+            )
+        )
+    return tuple(found)
 
 
 def _notes(selection: QuerySelection, queries: Sequence[QueryReport], *, has_teachers: bool) -> list[str]:

@@ -291,6 +291,18 @@ def output_directory(trainer: Trainer, name: str) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir) / name
 
 
+def checkpoint_directory(trainer: Trainer, name: str) -> Path:
+    """Where the trainer's checkpoints go; without any, where our files do. Every rank must ask."""
+    own = output_directory(trainer, name)
+    found = getattr(trainer.checkpoint_callback, "dirpath", None)
+    return own if found is None else Path(found)
+
+
+def resumed_from(trainer: Trainer) -> Path | None:
+    """Folder of the checkpoint that this run goes on from, if it goes on from one."""
+    return None if trainer.ckpt_path is None else Path(trainer.ckpt_path).parent
+
+
 def moment_of(trainer: Trainer, batch_idx: int) -> Moment:
     """Where in the run a validation of ``fit`` stands.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -63,6 +63,7 @@ class QuerySelection:
         seed: Seed of the random choice.
         rank: Which of the processes this is.
         world_size: How many there are.
+        along_run: By key, samples that are kept in any case, right or wrong, and not counted among those above.
         task: Kind of task, known after the first batch.
         num_classes: Number of classes or labels, known then, too; ``None`` in regression.
     """
@@ -74,6 +75,7 @@ class QuerySelection:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        along_run: Collection[int] = (),
     ) -> None:
         self.num_queries = num_queries
         self.policy = policy
@@ -82,6 +84,8 @@ class QuerySelection:
         self.world_size = world_size
         self.task: Task | None = None
         self.num_classes: int | None = None
+        self.along_run: dict[int, Query] = {}
+        self._wanted_along_run = frozenset(along_run)
         self._kept: list[Query] = []
         # Key and outcome of every sample seen, so that one that several processes met can be counted once.
         self._keys, self._outcomes, self._predictions = array("q"), array("i"), array("i")
@@ -90,6 +94,18 @@ class QuerySelection:
     def queries(self) -> tuple[Query, ...]:
         """The queries so far, the most telling first."""
         return tuple(self._kept)
+
+    @property
+    def scored(self) -> tuple[Query, ...]:
+        """The queries, then those samples of ``along_run`` that are not among them."""
+        keys = {_key(each.dataloader_idx, each.sample_id, each.ordinal) for each in self._kept}
+        return (*self._kept, *(query for key, query in sorted(self.along_run.items()) if key not in keys))
+
+    @property
+    def along_run_positions(self) -> dict[int, int]:
+        """Places in ``scored`` of the samples of ``along_run``, by key."""
+        places = {_key(each.dataloader_idx, each.sample_id, each.ordinal): i for i, each in enumerate(self.scored)}
+        return {key: places[key] for key in sorted(self.along_run)}
 
     def error_counts(self) -> tuple[dict[int, int], int, int]:
         """Misclassified samples by label (empty without exclusive classes), their number, and samples seen."""
@@ -135,6 +151,11 @@ class QuerySelection:
         self._outcomes.extend(labels.where(outcome.wrong, _RIGHT).tolist())
         predictions = outcome.predictions if self._has_classes else torch.zeros_like(labels)
         self._predictions.extend(predictions.tolist())
+        for row, key in enumerate(self._keys[start:]):
+            if key in self._wanted_along_run:
+                data, label = adapter.take_sample(batch, row, len(losses)), to_label(outcome.labels[row])
+                ordinal, loss = ordinals[row], float(losses[row])
+                self.along_run[key] = Query(data, sample_ids[row], dataloader_idx, ordinal, label, loss)
         wanted = torch.ones_like(outcome.wrong) if self.policy == "all" else outcome.wrong
         rows = {ordinals[row]: row for row in wanted.nonzero().flatten().tolist()}
         new = [
@@ -218,6 +239,7 @@ def merge_selections(selections: Sequence[QuerySelection]) -> QuerySelection:
     for query in by_loss:
         kept.setdefault(_key(query.dataloader_idx, query.sample_id, query.ordinal), query)
     merged._kept = merged._choose(list(kept.values()))
+    merged.along_run = {key: query for each in selections for key, query in each.along_run.items()}
     return merged
 
 

@@ -67,12 +67,14 @@ class QueryRecords:
         reports: Their records, without lists.
         label_probabilities: Probabilities of the given labels; 1 where there are no exclusive classes.
         has_teachers: Whether there are gradients for the predicted labels.
+        right: Those of the positions that the module gets right: they are scored all the same.
     """
 
     positions: list[int]
     reports: list[QueryReport]
     label_probabilities: list[float]
     has_teachers: bool
+    right: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         """Number of queries."""
@@ -95,6 +97,7 @@ class QueryRecords:
             [self.reports[row] for row in rows],
             [self.label_probabilities[row] for row in rows],
             self.has_teachers,
+            self.right.intersection(positions),
         )
 
 
@@ -128,7 +131,11 @@ class QuerySide:
 
 
 def prepare_queries(
-    runner: BatchRunner, query_batches: Sequence[QueryBatch], *, teachers: bool, keep_right: bool = False
+    runner: BatchRunner,
+    query_batches: Sequence[QueryBatch],
+    *,
+    teachers: bool,
+    keep_right: bool | Collection[int] = False,
 ) -> QuerySide | None:
     """Gradients of the queries that are still wrong.
 
@@ -136,7 +143,7 @@ def prepare_queries(
         runner: Runs batches.
         query_batches: The queries.
         teachers: Whether gradients for the predicted labels are wanted, too.
-        keep_right: Whether those that are right are queries, too.
+        keep_right: Whether those that are right are queries, too, or the positions at which they are.
 
     Returns:
         The queries, or ``None`` if none is wrong under the weights present.
@@ -149,22 +156,26 @@ def prepare_queries(
     label_probabilities: list[float] = []
     given: list[dict[str, Factors]] = []
     predicted: list[dict[str, Factors]] = []
+    right: set[int] = set()
     for part in query_batches:
         predicted_targets = teachers if part.predicted is None else part.predicted
         for portion in runner.run(part.batch, len(part.positions), predicted=predicted_targets):
             step = portion.step
             _check_query_losses(step)
             # Weights may have changed since validation met the sample (EMA): those that are right by now are dropped.
-            wrong = step.outcome.wrong
-            rows = (torch.ones_like(wrong) if keep_right else wrong).nonzero().flatten()
+            own = part.positions[portion.rows]
+            is_wrong = step.outcome.wrong.tolist()
+            chosen = [row for row, each in enumerate(own) if is_wrong[row] or _is_among(each, keep_right)]
+            rows = torch.tensor(chosen, dtype=torch.long, device=step.losses.device)
             of_predictions = portion.predicted if part.for_prediction else None
             given.append(_rows(portion.factors if of_predictions is None else of_predictions, rows))
             if portion.predicted is not None:
                 predicted.append(_rows(portion.predicted, rows))
-            positions += [part.positions[portion.rows.start + row] for row in rows.tolist()]
-            reports += [_without_lists(step, row) for row in rows.tolist()]
+            positions += [own[row] for row in chosen]
+            right |= {own[row] for row in chosen if not is_wrong[row]}
+            reports += [_without_lists(step, row) for row in chosen]
             probabilities = None if part.for_prediction else step.outcome.label_probabilities
-            label_probabilities += [1.0] * len(rows) if probabilities is None else probabilities[rows].tolist()
+            label_probabilities += [1.0] * len(chosen) if probabilities is None else probabilities[rows].tolist()
     if not positions:
         return None
     has_teachers = len(predicted) == len(given)
@@ -178,7 +189,7 @@ def prepare_queries(
             f"{', '.join(f'`{name}`' for name in factors)} in eval mode."
         )
     kept = _fitting(factors, QUERY_SHARE * runner.memory_budget)
-    records = QueryRecords(positions, reports, label_probabilities, has_teachers)
+    records = QueryRecords(positions, reports, label_probabilities, has_teachers, frozenset(right))
     return QuerySide(records, factors, norms, kept)
 
 
@@ -300,6 +311,10 @@ def _without_lists(step: Step, row: int) -> QueryReport:
         probability=None if outcome.probabilities is None else float(outcome.probabilities[row]),
         loss=float(step.losses[row].detach()),
     )
+
+
+def _is_among(position: int, chosen: bool | Collection[int]) -> bool:
+    return chosen if isinstance(chosen, bool) else position in chosen
 
 
 def _rows(factors: Mapping[str, Factors], rows: Tensor) -> dict[str, Factors]:

@@ -19,6 +19,7 @@ from lightning_gradsim.queries import QuerySelection
 from lightning_gradsim.query_side import QueryBatch
 from lightning_gradsim.reference import Reference
 from lightning_gradsim.rereading import NOTHING_CHOSEN, Finding, Rereading, Tapped
+from lightning_gradsim.topk import ScoreRows
 from lightning_gradsim.train_pass import SampleReader
 
 FIRST_SHARE = 0.125
@@ -58,6 +59,8 @@ class Reading:
         tapped: What training steps have shown, to choose by it what is read; ``None`` to choose nothing.
         reason: Why there is nothing to choose by, in words, where there should be.
         is_first: Whether a part will do, since training steps will tell more by the next time.
+        make_rows: From a number of rows and of training samples to room for all scores of the queries along the run;
+            ``None`` where there are none.
     """
 
     seconds: float | None = None
@@ -67,6 +70,7 @@ class Reading:
     tapped: Tapped | None = None
     reason: str | None = None
     is_first: bool = False
+    make_rows: Callable[[int, int], Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +83,7 @@ class Part:
         finding: What became of choosing what is read.
         is_chosen: Whether samples were chosen by what training steps have shown.
         is_first: Whether only a part was to be read.
+        rows: All scores of the queries along the run.
     """
 
     shard: ShardResult
@@ -86,6 +91,7 @@ class Part:
     finding: Finding = NOTHING_CHOSEN
     is_chosen: bool = False
     is_first: bool = False
+    rows: ScoreRows | None = None
 
 
 def score_part(
@@ -113,12 +119,16 @@ def score_part(
     """
     query_batches = [
         QueryBatch(positions, run.to_device(batch))
-        for positions, batch in join_samples([query.data for query in selection.queries])
+        for positions, batch in join_samples([query.data for query in selection.scored])
     ]
     reader = reference.reader if reading.seconds is None and not reading.is_first else reference.in_turn(reading.start)
     if reading.is_first:
         reader = reader.choose(torch.arange(num_first(len(reader))))
     share = reader.share(reading.rank, reading.world_size)
+    along_run = list(selection.along_run_positions.values())
+    rows = None
+    if along_run and reading.make_rows is not None:
+        rows = ScoreRows(along_run, reading.make_rows(len(along_run), len(share)))
     curvature_clock = Clock()
 
     def read(samples: SampleReader, seconds: float | None) -> Iterable[tuple[Tensor, Any]]:
@@ -143,6 +153,7 @@ def score_part(
             run.forward_context,
             curvature_batches,
             observe=run.observe,
+            rows=rows,
         )
 
     if reading.tapped is None:
@@ -167,7 +178,7 @@ def score_part(
             return Part(shard, 0, finding, is_chosen=True)
     unread = share.ids[len(shard.suspects) :]
     reached = int((reader.ids == unread[0]).nonzero()) if len(unread) else len(reader)
-    return Part(shard, reached, finding, is_first=reading.is_first)
+    return Part(shard, reached, finding, is_first=reading.is_first, rows=rows)
 
 
 def num_first(total: int) -> int:

@@ -84,6 +84,35 @@ class QueryReport:
 
 
 @dataclass(frozen=True)
+class QueryAlongRun:
+    """A validation sample, and the training samples that mattered for it over the reports of a run.
+
+    Attributes:
+        sample_id: Index into the validation dataset.
+        dataloader_idx: Which validation loader it came from.
+        label: Its given label.
+        prediction: What the model predicts with the weights present at scoring, right or wrong.
+        probability: Probability of the prediction, in [0, 1]; ``None`` in regression.
+        loss: Its loss for the given label.
+        since_epoch: Epoch of the first report that counts.
+        num_reports: How many count.
+        harmful: Opponents by the summed similarity for the given label, most harmful first. Cosines are averaged.
+        proponents: Those of the most positive sum: steps on them lowered its loss.
+    """
+
+    sample_id: int
+    dataloader_idx: int
+    label: Label
+    prediction: Label
+    probability: float | None
+    loss: float
+    since_epoch: int
+    num_reports: int
+    harmful: tuple[InfluentialSample, ...] = ()
+    proponents: tuple[InfluentialSample, ...] = ()
+
+
+@dataclass(frozen=True)
 class ErrorPair:
     """Misclassified validation samples of one label that are taken for another one.
 
@@ -135,9 +164,14 @@ def lists_of(query: QueryReport) -> dict[str, tuple[InfluentialSample, ...]]:
     return {"harmful": query.harmful, "teachers": query.teachers, "look_alikes": query.look_alikes}
 
 
-def influence_rows(number: int, query: QueryReport) -> Iterator[dict[str, Any]]:
+def influence_rows(number: int, query: QueryReport | QueryAlongRun) -> Iterator[dict[str, Any]]:
     """One row per list and rank, with the columns of ``influences.csv``; the query has a number."""
-    for list_name, samples in lists_of(query).items():
+    if isinstance(query, QueryReport):
+        lists, label_looks_wrong = lists_of(query), query.label_looks_wrong
+    else:
+        lists = {"harmful_along_run": query.harmful, "proponents_along_run": query.proponents}
+        label_looks_wrong = None
+    for list_name, samples in lists.items():
         for rank, sample in enumerate(samples, start=1):
             yield {
                 "query": number,
@@ -147,7 +181,7 @@ def influence_rows(number: int, query: QueryReport) -> Iterator[dict[str, Any]]:
                 "prediction": query.prediction,
                 "query_probability": query.probability,
                 "query_loss": query.loss,
-                "label_looks_wrong": query.label_looks_wrong,
+                "label_looks_wrong": label_looks_wrong,
                 "list": list_name,
                 "rank": rank,
                 **asdict(sample),

@@ -19,6 +19,7 @@ from lightning_gradsim.records import (
     ErrorPair,
     Histogram,
     InfluentialSample,
+    QueryAlongRun,
     QueryReport,
     influence_rows,
     lists_of,
@@ -63,6 +64,7 @@ class Report:
         self_influence: Squared gradient norms of the training samples that the pass has read.
         trends: This report and earlier ones of the run in numbers, the newest last.
         followed: What has become of queries of this report and of earlier ones.
+        along_run: Validation samples whose similarities are summed over the reports of the run.
     """
 
     epoch: int
@@ -93,6 +95,7 @@ class Report:
     self_influence: Histogram | None = None
     trends: tuple[TrendPoint, ...] = ()
     followed: tuple[FollowedQuery, ...] = ()
+    along_run: tuple[QueryAlongRun, ...] = ()
 
     def __repr__(self) -> str:
         """The words of ``summary``: thousands of suspects are no help in a terminal or a notebook."""
@@ -152,6 +155,7 @@ class Report:
             The report.
         """
         lists = [samples for query in self.queries for samples in lists_of(query).values()]
+        lists += [samples for query in self.along_run for samples in (query.harmful, query.proponents)]
         listed = torch.tensor([sample.sample_id for samples in lists for sample in samples], dtype=torch.long)
         flagged = set(listed[torch.isin(listed, table.sample_ids[table.flagged])].tolist())
 
@@ -167,7 +171,11 @@ class Report:
             )
             for query in self.queries
         )
-        return replace(self, suspects=table, queries=queries)
+        along_run = tuple(
+            replace(query, harmful=marked(query.harmful), proponents=marked(query.proponents))
+            for query in self.along_run
+        )
+        return replace(self, suspects=table, queries=queries, along_run=along_run)
 
     def confusion_in_words(self, limit: int = 5) -> str:
         """Which labels the flagged samples carry, and which are suggested: the most frequent pairs, with their numbers.
@@ -245,7 +253,8 @@ class Report:
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One row per query, list and rank, with the columns of ``influences.csv``."""
-        return [row for number, query in enumerate(self.queries) for row in influence_rows(number, query)]
+        queries: list[QueryReport | QueryAlongRun] = [*self.queries, *self.along_run]
+        return [row for number, query in enumerate(queries) for row in influence_rows(number, query)]
 
     def to_frame(self) -> Any:
         """``to_rows`` as a data frame of pandas, or of polars where only that is installed."""
@@ -269,6 +278,7 @@ class Report:
             "self_influence": None if self.self_influence is None else asdict(self.self_influence),
             "trends": [asdict(point) for point in self.trends],
             "followed": [asdict(query) for query in self.followed],
+            "along_run": [asdict(query) for query in self.along_run],
             "errors_per_class": {str(label): count for label, count in self.errors_per_class.items()},
             "num_flagged": self.suspects.num_flagged,
             "confusion": [

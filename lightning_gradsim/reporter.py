@@ -1,65 +1,36 @@
-"""The training data of a run, reports against it, and where they go."""
+"""The training data of a run, and reports against it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_gradsim.adapter import Adapter
-from lightning_gradsim.arguments import (
-    check_count,
-    check_folder_name,
-    check_names,
-    check_normalisation,
-    check_seed,
-    check_sinks,
-    check_type,
-)
+from lightning_gradsim.arguments import check_count, check_names, check_seed
 from lightning_gradsim.datasets import num_ids
 from lightning_gradsim.engine import EngineSettings
 from lightning_gradsim.explanation import make_report
 from lightning_gradsim.history import History, TrendPoint, key_of
+from lightning_gradsim.presentation import Drawing, Presentation, PresentationSettings
 from lightning_gradsim.queries import Query, QuerySelection
 from lightning_gradsim.reading import Part, Reading, RunContext, score_part
 from lightning_gradsim.reference import AUGMENTED, Reference, make_reference
 from lightning_gradsim.report import Report
 from lightning_gradsim.sample_statistics import num_differing_labels
-from lightning_gradsim.shown_samples import SHOWN_QUERIES, ShownSamples, collect_shown_samples
-from lightning_gradsim.sinks import (
-    Publication,
-    Sink,
-    save_png_atomically,
-    write_everywhere,
-    write_report_files,
-    write_text_atomically,
-)
+from lightning_gradsim.sinks import Sink
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
 from lightning_gradsim.train_pass import SampleReader, make_reader
 from lightning_gradsim.true_labels import TrueLabels
 from lightning_gradsim.trusted_validation import fine_tune, trusted_notes, with_trusted
 from lightning_gradsim.versions import installed_versions
-from lightning_gradsim.views import (
-    ExhibitMaker,
-    Pixels,
-    class_pairs_markdown,
-    class_pairs_picture,
-    mistake_panel,
-    mistakes_markdown,
-    report_page,
-    suspects_gallery,
-    suspects_markdown,
-)
 
 logger = logging.getLogger(__name__)
-
-PICTURES = ("mistakes", "suspects", "class_pairs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +43,7 @@ class ReporterSettings:
         max_train_samples: Compare with at most that many.
         seed: Seed of their choice.
         class_names: Names of the classes, instead of the dataset's own.
-        mean: Mean of the images' normalisation.
-        std: Standard deviation of the images' normalisation.
-        show_teachers: Whether panels show teachers.
-        name: Tag prefix, and name of a folder.
-        describe: From a sample of the dataset to words, or a tokenizer.
-        feature_names: Names of the numbers of an input.
-        sinks: Further places for reports.
+        presentation: What they look like and where they go.
         words: All arguments of the callback in words.
         true_labels: Known true labels of the training samples.
 
@@ -92,13 +57,7 @@ class ReporterSettings:
     max_train_samples: int | None
     seed: int
     class_names: Sequence[str] | None
-    mean: Sequence[float] | None
-    std: Sequence[float] | None
-    show_teachers: bool
-    name: str
-    describe: Any = None
-    feature_names: Sequence[str] | None = None
-    sinks: Sequence[Sink] = ()
+    presentation: PresentationSettings
     words: Mapping[str, str] = field(default_factory=dict)
     true_labels: TrueLabels | None = None
 
@@ -107,26 +66,6 @@ class ReporterSettings:
         check_count("max_train_samples", self.max_train_samples, optional=True)
         check_seed(self.seed)
         check_names("class_names", self.class_names, "one name a class, or None for the dataset's own")
-        check_normalisation(self.mean, self.std)
-        check_type("show_teachers", self.show_teachers, isinstance(self.show_teachers, bool), "True or False")
-        check_folder_name("name", self.name)
-        is_describer = self.describe is None or callable(self.describe) or hasattr(self.describe, "decode")
-        check_type("describe", self.describe, is_describer, "a function of a sample, or a tokenizer with `decode`")
-        check_names("feature_names", self.feature_names, "one name a number, or None")
-        check_sinks(self.sinks)
-
-
-@dataclass(frozen=True, eq=False)
-class Drawing:
-    """What is shown of a report.
-
-    Attributes:
-        pictures: By name.
-        shown: Pictures, texts and values of the samples that the report names.
-    """
-
-    pictures: Mapping[str, Pixels]
-    shown: ShownSamples
 
 
 class Reporter:
@@ -140,6 +79,7 @@ class Reporter:
     def __init__(self, settings: ReporterSettings, warn: Callable[[str], None]) -> None:
         self._settings = settings
         self._warn = warn
+        self._presentation = Presentation(settings.presentation, warn)
         self._source: Any = None
         self._reference: Reference | None = None
         self._change: str | None = None
@@ -150,6 +90,11 @@ class Reporter:
     def has_source(self) -> bool:
         """Whether there is anything to compare with."""
         return self._source is not None
+
+    @property
+    def top_k(self) -> int:
+        """Length of the lists."""
+        return self._settings.engine.top_k
 
     @property
     def num_ids(self) -> int:
@@ -293,7 +238,9 @@ class Reporter:
             history.see(report.epoch, *selection.known_keys())
         keys = [None if q.sample_id is None else key_of(q.dataloader_idx, q.sample_id) for q in report.queries]
         shown = [(key, query) for key, query in zip(keys, report.queries, strict=True) if key is not None]
-        history.follow([(key, query.label, query.prediction) for key, query in shown[:SHOWN_QUERIES]])
+        history.follow(
+            [(key, query.label, query.prediction) for key, query in shown[: self._settings.presentation.num_shown]]
+        )
         harmful = [sample.label_is_prediction for query in report.queries for sample in query.harmful]
         point = TrendPoint(
             report.epoch,
@@ -338,19 +285,7 @@ class Reporter:
             Pictures, and what else is shown of samples.
         """
         assert self._reference is not None
-        own = self._settings
-        maker = ExhibitMaker(own.mean, own.std, own.describe, own.feature_names)
-        shown = collect_shown_samples(report, kept, self._reference.reader, readers, maker)
-        if shown.failure is not None:
-            self._warn(f"`describe=` failed on a sample, which is shown without its text. {shown.failure.rstrip('.')}")
-        pictures = {}
-        if shown.have_pictures or not shown.have_words or (own.feature_names is None and not shown.have_texts):
-            pictures["mistakes"] = mistake_panel(report, shown.queries, shown.train, show_teachers=own.show_teachers)
-        if shown.have_pictures:
-            pictures["suspects"] = suspects_gallery(report, shown.train)
-        if report.error_pairs:
-            pictures["class_pairs"] = class_pairs_picture(report)
-        return Drawing(pictures, shown)
+        return self._presentation.draw(report, kept, self._reference.reader, readers)
 
     def write(self, report: Report, drawing: Drawing, directory: Path, sinks: Sequence[Sink]) -> None:
         """Write a report everywhere, also where one of the places fails.
@@ -361,62 +296,7 @@ class Reporter:
             directory: Folder of the files.
             sinks: The loggers.
         """
-        sinks = [*sinks, *self._settings.sinks]
-        if not sinks:
-            self._warn(f"no logger takes pictures: the report is in `{directory}` and in `callback.report`")
-        publication = self._publication(report, drawing)
-        write_everywhere(
-            [
-                ("files", lambda: self._write_files(report, drawing, directory)),
-                *((type(sink).__name__, partial(publication.write_to, sink)) for sink in sinks),
-            ]
-        )
-
-    def _write_files(self, report: Report, drawing: Drawing, directory: Path) -> None:
-        write_report_files(report, directory)
-        for name, pixels in drawing.pictures.items():
-            save_png_atomically(pixels, directory / f"{name}.png")
-        shown = drawing.shown
-        page = report_page(
-            report,
-            shown.queries,
-            shown.train,
-            show_teachers=self._settings.show_teachers,
-            near_duplicates=shown.near_duplicates(report),
-        )
-        write_text_atomically(page, directory / "report.html")
-        for name in PICTURES:
-            if name not in drawing.pictures:  # that of an earlier report, perhaps of a run that this one resumes
-                (directory / f"{name}.png").unlink(missing_ok=True)
-
-    def _publication(self, report: Report, drawing: Drawing) -> Publication:
-        name, shown = self._settings.name, drawing.shown
-        scalars: dict[str, float | None] = {
-            "errors": float(report.num_errors),
-            "suspects_flagged": float(report.suspects.num_flagged),
-            "overhead_seconds": report.seconds,
-            "overhead_share": report.time_share,
-        }
-        if report.trends:
-            newest = report.trends[-1]
-            scalars["suspects_overlap"] = newest.suspects_overlap
-            scalars["harmful_with_prediction"] = newest.harmful_with_prediction
-        if report.suspect_quality is not None:
-            scalars |= {f"suspects_{figure}": share for figure, share in report.suspect_quality.shares()}
-        texts = {
-            "mistakes": mistakes_markdown(report, shown.queries, shown.train),
-            "suspects": suspects_markdown(report, shown.train),
-            **({"class_pairs": class_pairs_markdown(report)} if report.error_pairs else {}),
-        }
-        histogram = report.self_influence
-        histograms = {} if histogram is None else {"self_influence_log10": histogram.values()}
-        return Publication(
-            report.step,
-            images={f"{name}/{tag}": pixels for tag, pixels in drawing.pictures.items()},
-            texts={f"{name}/{tag}": text for tag, text in texts.items()},
-            scalars={f"{name}/{tag}": value for tag, value in scalars.items() if value is not None},
-            histograms={f"{name}/{tag}": values for tag, values in histograms.items()},
-        )
+        self._presentation.write(report, drawing, directory, sinks)
 
     def log_plan(self, report: Report) -> None:
         """Log the plan once, and again where it is another one.
@@ -427,4 +307,4 @@ class Reporter:
         steps = "" if report.plan is None else str([(layer.name, layer.step) for layer in report.plan.layers])
         if steps != self._logged_plan:
             self._logged_plan = steps
-            logger.info("the plan of `%s`:\n%s", self._settings.name, report.plan)
+            logger.info("the plan of `%s`:\n%s", self._settings.presentation.name, report.plan)

@@ -17,7 +17,7 @@ from lightning_gradsim.errors import SavedReportError
 from lightning_gradsim.history import FollowedQuery, TrendPoint
 from lightning_gradsim.plain_values import Label
 from lightning_gradsim.plan_record import LayerPlan, Plan
-from lightning_gradsim.records import ErrorPair, Histogram, InfluentialSample, QueryReport
+from lightning_gradsim.records import ErrorPair, Histogram, InfluentialSample, QueryAlongRun, QueryReport
 from lightning_gradsim.report import REPORT_VERSION, Report
 from lightning_gradsim.suspects import SUSPECT_COLUMNS, SUSPECT_PARTS, SuspectTable
 from lightning_gradsim.true_labels import SuspectQuality
@@ -92,19 +92,26 @@ def _to_report(values: Mapping[str, Any], suspects: Sequence[Mapping[str, str]])
             "self_influence": _if_there(_to_histogram, values["self_influence"]),
             "trends": tuple(TrendPoint(**point) for point in values["trends"]),
             "followed": tuple(FollowedQuery(**{**each, **_labels_of(each)}) for each in values["followed"]),
+            "along_run": tuple(map(_to_query_along_run, values.get("along_run", ()))),  # of earlier releases: none
         }
     )
 
 
 def _to_query(values: Mapping[str, Any]) -> QueryReport:
-    lists = {
-        name: tuple(
-            InfluentialSample(**{**sample, "label": _to_label(sample["label"]), "score": _to_number(sample["score"])})
-            for sample in values[name]
-        )
-        for name in ("harmful", "teachers", "look_alikes")
-    }
+    lists = {name: _to_samples(values[name]) for name in ("harmful", "teachers", "look_alikes")}
     return QueryReport(**{**values, **_labels_of(values), **lists, "loss": _to_number(values["loss"])})
+
+
+def _to_query_along_run(values: Mapping[str, Any]) -> QueryAlongRun:
+    lists = {name: _to_samples(values[name]) for name in ("harmful", "proponents")}
+    return QueryAlongRun(**{**values, **_labels_of(values), **lists, "loss": _to_number(values["loss"])})
+
+
+def _to_samples(values: Sequence[Mapping[str, Any]]) -> tuple[InfluentialSample, ...]:
+    return tuple(
+        InfluentialSample(**{**sample, "label": _to_label(sample["label"]), "score": _to_number(sample["score"])})
+        for sample in values
+    )
 
 
 def _to_plan(values: Mapping[str, Any]) -> Plan:

@@ -24,7 +24,7 @@ from lightning_gradsim.sample_statistics import SampleStatistics
 from lightning_gradsim.scores import Similarity, compute_similarity
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.tasks import Task
-from lightning_gradsim.topk import ScoreSums, TopK
+from lightning_gradsim.topk import ScoreRows, ScoreSums, TopK
 
 GROUP_SAMPLES = 4096
 """Training samples that are scored together."""
@@ -57,6 +57,7 @@ class Scorer:
         similarity: Similarity of harmful samples and teachers.
         top: Takes the scores: harmful, look-alikes, teachers, look-alikes for the predicted label.
         memory_budget: Bytes that the pass may take.
+        rows: Takes all scores of some queries, too.
 
     Attributes:
         top: The same.
@@ -69,8 +70,10 @@ class Scorer:
         similarity: Similarity,
         top: TopK | ScoreSums,
         memory_budget: int | None = None,
+        rows: ScoreRows | None = None,
     ) -> None:
         self.top = top
+        self._rows = rows
         self.ran_short = False
         elements = GROUP_ELEMENTS if memory_budget is None else int(PRODUCT_SHARE * memory_budget / 4)
         self._max_waiting = min(GROUP_ELEMENTS, elements)
@@ -143,7 +146,10 @@ class Scorer:
         assert norms is not None  # there is at least one layer
         ids, step = torch.cat([part.ids for part in group]), _joined([part.step for part in group])
         if self._queries is not None and products is not None:
-            self.top.update(_scores(self._queries, products, norms, self._similarity), ids.to(norms.device))
+            scores = _scores(self._queries, products, norms, self._similarity)
+            self.top.update(scores, ids.to(norms.device))
+            if self._rows is not None:
+                self._rows.update(scores, ids)
         has_classes = step.task is not Task.REGRESSION
         self._statistics.update(ids, norms, step.losses, step.outcome, has_classes=has_classes)
 

@@ -9,9 +9,8 @@ from typing import Any
 from lightning_gradsim.queries import Query
 from lightning_gradsim.report import Report
 from lightning_gradsim.train_pass import SampleReader
-from lightning_gradsim.views import Exhibit, ExhibitMaker, are_near_duplicates
+from lightning_gradsim.views import QUERIES_PER_PAGE, Exhibit, ExhibitMaker, are_near_duplicates
 
-SHOWN_QUERIES = 6
 SHOWN_TILES = 4
 SHOWN_SUSPECTS = 24
 
@@ -81,6 +80,8 @@ def collect_shown_samples(
     train_reader: SampleReader,
     validation_readers: Mapping[int, SampleReader],
     maker: ExhibitMaker,
+    *,
+    num_queries: int = QUERIES_PER_PAGE,
 ) -> ShownSamples:
     """Read and prepare what views show.
 
@@ -90,11 +91,12 @@ def collect_shown_samples(
         train_reader: Reads the training samples.
         validation_readers: Readers of the validation datasets by loader, where the order is known.
         maker: Makes exhibits.
+        num_queries: How many queries are shown.
 
     Returns:
         Exhibits of the first queries, of the first samples in each of their lists, and of the first suspects.
     """
-    shown = report.queries[:SHOWN_QUERIES]
+    shown = report.queries[:num_queries]
     lists = [samples[:SHOWN_TILES] for query in shown for samples in (query.harmful, query.look_alikes, query.teachers)]
     train_ids = {sample.sample_id for samples in lists for sample in samples}
     # Training may have visited samples that `train_data=` does not hold.

@@ -103,6 +103,43 @@ class ScoreSums:
         return values.gather(1, order), ids.gather(1, order)
 
 
+class ScoreRows:
+    """All scores of some rows, in float32: four bytes each.
+
+    Args:
+        positions: Of the queries whose rows are meant.
+        values: Where they go, float32 ``[R, N]``.
+    """
+
+    def __init__(self, positions: Sequence[int], values: Tensor) -> None:
+        self.positions = tuple(positions)
+        self._values = values
+        self._rows = torch.empty(0, dtype=torch.long)
+        self._ids: list[Tensor] = []
+        self._num = 0
+
+    def choose(self, rows: Sequence[int]) -> None:
+        """Tell which rows of scores these are, in the order of ``positions``."""
+        self._rows = torch.tensor(rows, dtype=torch.long)
+
+    def update(self, scores: Tensor, ids: Tensor) -> None:
+        """Take in the scores of some samples.
+
+        Args:
+            scores: ``[rows, B]``.
+            ids: Sample ids ``[B]``, int64, each id once in the whole stream.
+        """
+        stop = self._num + len(ids)
+        self._values[:, self._num : stop] = scores[self._rows.to(scores.device)]
+        self._ids.append(ids.cpu())
+        self._num = stop
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """Scores ``[R, n]`` and ids ``[n]`` of the samples taken in."""
+        ids = torch.cat(self._ids) if self._ids else torch.empty(0, dtype=torch.long)
+        return self._values[:, : self._num], ids
+
+
 def merge_largest(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
     """The largest scores of several streams.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_gradsim import lightning_bridge as bridge
 from lightning_gradsim.adapter import Adapter
+from lightning_gradsim.along_run import AlongRun
 from lightning_gradsim.budget import TimeBudget
 from lightning_gradsim.clock import Clock
 from lightning_gradsim.explanation import names_note
@@ -44,6 +45,7 @@ class ValidationReports:
         trusted_val: Whether a copy learns the validation labels at the end.
         time_budget: Share of the training time, or ``None`` for no limit.
         name: Folder of the files.
+        along_run: Sums similarities over the reports, if that is asked for.
 
     Attributes:
         latest: The latest report, or ``None`` before the first.
@@ -51,6 +53,7 @@ class ValidationReports:
         last_step: Step of the latest report.
         num_passed_over: Validations since then that were passed over to keep within the budget.
         budget: What is left of the time.
+        along_run: As given.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class ValidationReports:
         trusted_val: bool,
         time_budget: float | None,
         name: str,
+        along_run: AlongRun | None = None,
     ) -> None:
+        self.along_run = along_run
         self.latest: Report | None = None
         self.num_read = self.last_step = self.num_passed_over = 0
         self.budget = TimeBudget(None, clock)
@@ -82,10 +87,18 @@ class ValidationReports:
     def begin_run(self) -> None:
         """Forget what earlier runs have read; the latest report stays."""
         self.num_read = self.last_step = self.num_passed_over = 0
+        if self.along_run is not None:
+            self.along_run.begin_run()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain values, for the checkpoint."""
-        return {"num_read": self.num_read, "last_step": self.last_step, "passed_over": self.num_passed_over}
+        along_run = {} if self.along_run is None else self.along_run.state_dict()
+        return {
+            "num_read": self.num_read,
+            "last_step": self.last_step,
+            "passed_over": self.num_passed_over,
+            **({"along_run": along_run} if along_run else {}),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; missing entries count as zero.
@@ -96,10 +109,40 @@ class ValidationReports:
         self.num_read = int(state.get("num_read", 0))
         self.last_step = int(state.get("last_step", 0))
         self.num_passed_over = int(state.get("passed_over", 0))
+        if self.along_run is not None:
+            self.along_run.load_state_dict(state.get("along_run", {}))
 
-    def start_training(self) -> None:
-        """Begin to count the time of a run against the budget."""
+    def start_training(self, trainer: Trainer) -> None:
+        """Begin to count the time of a run against the budget, and find what a checkpoint names.
+
+        Args:
+            trainer: The trainer.
+        """
         self.budget = TimeBudget(self._time_budget, self._clock)
+        along_run = self.along_run
+        if along_run is None:
+            return
+        along_run.folder = bridge.checkpoint_directory(trainer, self._name)
+        resumed_from = bridge.resumed_from(trainer)
+        found = self._supervisor.on_rank_zero(
+            trainer, lambda: along_run.restore(resumed_from) if trainer.is_global_zero else None
+        )
+        assert found is not None
+        along_run.resume(found[0])
+        if found[1] is not None:
+            self._failures.warn_once(found[1])
+
+    def save(self, trainer: Trainer) -> None:
+        """Write what the state only names; a failure becomes a warning.
+
+        Args:
+            trainer: The trainer.
+        """
+        if self.along_run is None or not trainer.is_global_zero:
+            return
+        self._supervisor.stage = "writing the sums along the run"
+        with self._supervisor.optional(trainer, lambda _: None):
+            self.along_run.save()
 
     def make(
         self,
@@ -132,6 +175,8 @@ class ValidationReports:
                 ),
             )
             selection, (_, buffers, reason) = merge_selections([each for each, *_ in found]), found[0]
+            if self.along_run is not None and self._sums(trainer):
+                self.along_run.choose(selection)
             self._supervisor.stage = "the report"
             begin = self._clock.seconds
             scored = self._supervisor.on_all_ranks(
@@ -146,6 +191,7 @@ class ValidationReports:
             made: list[tuple[Report, tuple[Query, ...]]] = []  # on every rank alike: no need to send it
             self._supervisor.on_all_ranks(trainer, lambda: made.append(self._make_report(trainer, selection, parts)))
             report, kept = made[0]
+            report = self._sum(trainer, report, parts)
             judged = self._supervisor.on_all_ranks(
                 trainer, lambda: self._watch.suspects(report, visits) if trainer.is_global_zero else None
             )[0]
@@ -165,8 +211,25 @@ class ValidationReports:
                 trainer,
                 lambda: self._publish(trainer, collector, report, kept, directory) if trainer.is_global_zero else None,
             )
-            self.budget.end_report(self._clock.validation_seconds, reading_seconds)
+            # Where all is read at each report, reading is what has to be left for the next one.
+            budgeted = 0.0 if self._sums(trainer) else reading_seconds
+            self.budget.end_report(self._clock.validation_seconds, budgeted)
             self._failures.in_a_row = 0
+
+    def _sums(self, trainer: Trainer) -> bool:
+        return self.along_run is not None and trainer.state.fn == "fit"
+
+    def _sum(self, trainer: Trainer, report: Report, parts: Sequence[Part]) -> Report:
+        """The report with what it and earlier ones say together of the samples along the run."""
+        along_run = self.along_run
+        if along_run is None or not self._sums(trainer):
+            return report
+        rows, top_k = [part.rows for part in parts], self._reporter.top_k
+        summed = self._supervisor.on_all_ranks(
+            trainer, lambda: along_run.add(report, rows, top_k) if trainer.is_global_zero else None
+        )[0]
+        assert summed is not None
+        return along_run.settle(report, summed)
 
     def _score(
         self,
@@ -213,9 +276,11 @@ class ValidationReports:
         return self._supervisor.on_all_ranks(trainer, work)[0]
 
     def _reading(self, trainer: Trainer, reason: str | None, *, in_full: bool) -> Reading:
-        is_free = in_full or bridge.is_trial_run(trainer)
+        is_free = in_full or bridge.is_trial_run(trainer) or self._sums(trainer)
         seconds = None if is_free else self.budget.reading_seconds(is_last=self._moment.ends_run)
         reading = Reading(seconds, self.num_read, trainer.global_rank, trainer.world_size)
+        if self.along_run is not None and self._sums(trainer):
+            reading = replace(reading, make_rows=self.along_run.make_rows)
         if is_free or self._mode == "pass":
             return reading
         tapped = None if reason is not None else self._watch.tapped()

@@ -9,11 +9,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_gradsim.report import Report
-from lightning_gradsim.views.images import to_png
 
 # More than anyone relabels in one go; about 0.5 MB and half a second at every validation.
 MAX_CSV_SUSPECTS = 10_000
@@ -47,23 +43,20 @@ def write_text_atomically(text: str, path: str | Path) -> Path:
     Returns:
         The path.
     """
-    return _write_atomically(text.encode("utf-8"), Path(path))
+    return write_bytes_atomically(text.encode("utf-8"), path)
 
 
-def save_png_atomically(array: NDArray[np.uint8], path: str | Path) -> Path:
-    """Replace a PNG file by a picture, or leave it as it was.
+def write_bytes_atomically(content: bytes, path: str | Path) -> Path:
+    """Replace a file, or leave it as it was.
 
     Args:
-        array: uint8 ``[H, W, 3]``.
+        content: Content, such as a picture in PNG.
         path: The file; its folder is created where it does not exist.
 
     Returns:
         The path.
     """
-    return _write_atomically(to_png(array), Path(path))
-
-
-def _write_atomically(content: bytes, path: Path) -> Path:
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not `tempfile`: its files are readable by their owner only, and the replaced file would be too.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gradsim.errors import SinkError
+from lightning_gradsim.views.images import to_png
 
 
 @runtime_checkable
@@ -18,7 +20,8 @@ class Sink(Protocol):
 
     Each method is called once a report, on rank zero. What one raises stops neither other sinks nor training.
 
-    A sink may also have ``write_histograms(histograms, step)``, for arrays of numbers by tag.
+    A sink may also have ``write_histograms(histograms, step)``, for arrays of numbers by tag, and
+    ``write_pngs(pngs, step)``, which then gets the pictures as contents of PNG files instead of ``write_images``.
     """
 
     def write_images(self, images: Mapping[str, NDArray[np.uint8]], step: int) -> None:
@@ -49,6 +52,11 @@ class Publication:
     scalars: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
+    @cached_property
+    def pngs(self) -> Mapping[str, bytes]:
+        """The pictures as contents of PNG files, encoded once for all places."""
+        return {tag: to_png(pixels) for tag, pixels in self.images.items()}
+
     def write_to(self, sink: Sink) -> None:
         """Give everything to a sink.
 
@@ -56,7 +64,11 @@ class Publication:
             sink: The sink.
         """
         sink.write_texts(self.texts, self.step)
-        sink.write_images(self.images, self.step)
+        write_pngs = getattr(sink, "write_pngs", None)
+        if write_pngs is None:
+            sink.write_images(self.images, self.step)
+        else:
+            write_pngs(self.pngs, self.step)
         write_histograms = getattr(sink, "write_histograms", None)
         if write_histograms is not None:
             write_histograms(self.histograms, self.step)

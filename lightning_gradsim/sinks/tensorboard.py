@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gradsim.views.images import to_png
+from lightning_gradsim.views.images import png_size, to_png
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -51,8 +51,12 @@ class TensorBoardSink:
 
     def write_images(self, images: Mapping[str, NDArray[np.uint8]], step: int) -> None:
         """Write pictures; behind the texts, which open a writer that was closed."""
-        for tag, pixels in images.items():
-            self._writer.file_writer.add_summary(_image_summary(tag, pixels), step)
+        self.write_pngs({tag: to_png(pixels) for tag, pixels in images.items()}, step)
+
+    def write_pngs(self, pngs: Mapping[str, bytes], step: int) -> None:
+        """Write pictures that are encoded already."""
+        for tag, png in pngs.items():
+            self._writer.file_writer.add_summary(_image_summary(tag, png), step)
 
     def write_texts(self, texts: Mapping[str, str], step: int) -> None:
         """Write Markdown."""
@@ -71,10 +75,10 @@ class TensorBoardSink:
         self._writer.flush()
 
 
-def _image_summary(tag: str, panel: NDArray[np.uint8]) -> Summary:
+def _image_summary(tag: str, png: bytes) -> Summary:
     # `add_image` scales, resamples and compresses a picture that is finished already: four times the time.
     from tensorboard.compat.proto.summary_pb2 import Summary  # late: most of what importing us would cost
 
-    height, width, _ = panel.shape
-    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=to_png(panel))
+    width, height = png_size(png)
+    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
     return Summary(value=[Summary.Value(tag=tag, image=image)])

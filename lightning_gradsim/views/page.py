@@ -142,6 +142,7 @@ class _PageMaker:
             "trends": self._trends(),
             "histogram": None if report.self_influence is None else draw_histogram(report.self_influence),
             "followed": self._followed(),
+            "along_run": self._along_run(),
             "plan": "" if report.plan is None else str(report.plan),
             "cost": report.cost_in_words,
             "settings": list(report.settings.items()),
@@ -154,6 +155,7 @@ class _PageMaker:
         sections += [("Class pairs", "pairs")] if report.error_pairs else []
         sections += [("Trends", "trends")] if report.trends else []
         sections += [("Followed mistakes", "followed")] if report.followed else []
+        sections += [("Along the run", "along")] if report.along_run else []
         return [*sections, ("This run", "run")]
 
     def _matrix(self) -> dict[str, Any]:
@@ -209,6 +211,26 @@ class _PageMaker:
                 Cell("" if each.fixed_at is None else str(each.fixed_at)),
             )
             for each in self.report.followed
+        )
+        return Table(tuple(Column(column, column in numbers) for column in columns), rows)
+
+    def _along_run(self) -> Table:
+        columns = ("sample", "label", "prediction", "since epoch", "reports", "most harmful", "strongest proponents")
+        numbers = {"sample", "since epoch", "reports"}
+        name = self.report.name_of
+        rows = tuple(
+            (
+                Cell(f"{each.sample_id}{f' of loader {each.dataloader_idx}' if each.dataloader_idx else ''}"),
+                Cell(name(each.label)),
+                Cell(name(each.prediction)),
+                Cell(str(each.since_epoch)),
+                Cell(str(each.num_reports)),
+                *(
+                    Cell(", ".join(f"#{one.sample_id} ({name(one.label)})" for one in samples[:TILES_PER_ROW]))
+                    for samples in (each.harmful, each.proponents)
+                ),
+            )
+            for each in self.report.along_run
         )
         return Table(tuple(Column(column, column in numbers) for column in columns), rows)
 

@@ -58,6 +58,7 @@ from lightning_gradsim.views.tiles import (
 HEADLINES = (44, 36, 28)
 HEADLINE_STACKED = 28
 LEAD = "labelled"
+QUERIES_PER_PAGE = 6
 ROW_HEAD = 30
 EMPTY_ROW = 48
 ROW_SPACE = 12
@@ -110,8 +111,9 @@ def mistake_panel(
     query_exhibits: Sequence[Exhibit | None],
     train_exhibits: Mapping[int, Exhibit],
     *,
-    max_queries: int = 6,
+    max_queries: int = QUERIES_PER_PAGE,
     show_teachers: bool = False,
+    page: int = 1,
 ) -> Pixels:
     """Compose the panel of a report: each mistake, and under it the training samples behind it.
 
@@ -122,6 +124,7 @@ def mistake_panel(
             so.
         max_queries: How many queries to draw.
         show_teachers: Whether to add a row of teachers.
+        page: Which so many: 1 for the first ones.
 
     Returns:
         uint8 ``[H, 700, 3]``; ``H`` grows with the number of queries.
@@ -134,13 +137,14 @@ def mistake_panel(
             f"`query_exhibits` has {len(query_exhibits)} entries, but the report has {len(report.queries)} queries. "
             "Expected one for each query. Pass None for a query of which nothing is shown."
         )
-    queries = report.queries[:max_queries]
+    drawn = slice((page - 1) * max_queries, page * max_queries)
+    queries = report.queries[drawn]
     if not queries:
-        return np.concatenate([_draw_header(report, 0, [], [], has_doubts=False), _draw_nothing(report)])
+        return np.concatenate([_draw_header(report, range(0), [], [], has_doubts=False), _draw_nothing(report)])
     rows = [_rows(report, query, show_teachers) for query in queries]
     samples = [sample for query_rows in rows for row in query_rows for sample in row.samples]
     shown_ids = sorted({sample.sample_id for sample in samples})
-    query_pictures = [None if exhibit is None else exhibit.picture for exhibit in query_exhibits[: len(queries)]]
+    query_pictures = [None if exhibit is None else exhibit.picture for exhibit in query_exhibits[drawn]]
     train_pictures = {
         sample_id: train_exhibits[sample_id].picture if sample_id in train_exhibits else None for sample_id in shown_ids
     }
@@ -153,7 +157,9 @@ def mistake_panel(
         for query, picture, query_rows in zip(queries, query_pictures, rows, strict=True)
     ]
     pictures = [*query_pictures, *train_pictures.values()]
-    return np.concatenate([_draw_header(report, len(queries), pictures, samples, has_doubts=bool(doubts)), *blocks])
+    return np.concatenate(
+        [_draw_header(report, range(len(report.queries))[drawn], pictures, samples, has_doubts=bool(doubts)), *blocks]
+    )
 
 
 def _rows(report: Report, query: QueryReport, show_teachers: bool) -> list[_Row]:
@@ -168,7 +174,7 @@ def _rows(report: Report, query: QueryReport, show_teachers: bool) -> list[_Row]
 
 def _draw_header(
     report: Report,
-    num_shown: int,
+    shown: range,
     pictures: Sequence[RgbImage | None],
     samples: Sequence[InfluentialSample],
     *,
@@ -178,7 +184,7 @@ def _draw_header(
     notes = [line for note in _notes(report, pictures) for line in wrap_text(note, BODY, CONTENT, max_lines=2)]
     has_mark, has_bar = any(sample.label_is_prediction for sample in samples), bool(samples)
     canvas = Canvas(WIDTH, 44 + LINE * (len(caption) + len(notes)) + 34 * (has_mark + has_doubts + has_bar) + 12)
-    title = fit_text(_title(report, num_shown), TITLE, CONTENT, bold=True)
+    title = fit_text(_title(report, shown), TITLE, CONTENT, bold=True)
     baseline = 34
     canvas.text(MARGIN, baseline, title, TITLE, bold=True)
     baseline += 4
@@ -202,9 +208,11 @@ def _draw_header(
     return canvas.to_pixels()
 
 
-def _title(report: Report, num_shown: int) -> str:
+def _title(report: Report, shown: range) -> str:
     wrong = report.errors_in_words
-    return f"{wrong}, {num_shown} shown" if num_shown else wrong
+    if not shown:
+        return wrong
+    return f"{wrong}, {shown.start + 1} to {shown.stop} shown" if shown.start else f"{wrong}, {len(shown)} shown"
 
 
 def _notes(report: Report, pictures: Sequence[RgbImage | None]) -> list[str]:

@@ -101,6 +101,16 @@ def test_gradients_of_a_validation_change_nothing(case: Case, monkeypatch: pytes
     assert callback.report.suspects.score_name == "influence"
 
 
+@pytest.mark.parametrize("case", rows(ALL_LAYERS))
+def test_sums_along_the_run_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where validation samples are kept that are right."""
+    _draw_small_panels(monkeypatch)
+    callback = _assert_nothing_changes(case, "all", along_run=[0, 1])
+    assert callback.report is not None
+    in_fit = callback.report.time_share is not None
+    assert [query.sample_id for query in callback.report.along_run] == [0, 1] * in_fit
+
+
 @pytest.mark.parametrize("case", rows(READS_AGAIN))
 def test_reading_again_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where training steps choose which samples are read."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import lightning_gradsim.reporter
+import lightning_gradsim.presentation
 
 
 @pytest.fixture(autouse=True)
@@ -26,4 +26,4 @@ def _small_panel(request, monkeypatch):
     """A panel takes as long to draw as a run: the other tests get one of a few pixels."""
     if "real_panel" not in request.fixturenames:
         panel = np.zeros((4, 4, 3), np.uint8)
-        monkeypatch.setattr(lightning_gradsim.reporter, "mistake_panel", lambda *_, **__: panel)
+        monkeypatch.setattr(lightning_gradsim.presentation, "mistake_panel", lambda *_, **__: panel)

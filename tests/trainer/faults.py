@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-import lightning_gradsim.reporter
+import lightning_gradsim.presentation
 import lightning_gradsim.scorer
 from lightning_gradsim.adapter import Adapter, Step
 from lightning_gradsim.errors import LossError, NonFiniteError, TrainingDataError
@@ -195,7 +195,7 @@ def in_scoring(monkeypatch: pytest.MonkeyPatch, trap: Trap) -> dict[str, Any]:
 
 
 def in_drawing(monkeypatch: pytest.MonkeyPatch, trap: Trap) -> dict[str, Any]:
-    _before(monkeypatch, lightning_gradsim.reporter, "mistake_panel", trap)
+    _before(monkeypatch, lightning_gradsim.presentation, "mistake_panel", trap)
     return {}
 
 
@@ -219,7 +219,7 @@ def blocked_folder(_: pytest.MonkeyPatch, trap: Trap) -> dict[str, Any]:
 
 def in_tensorboard(monkeypatch: pytest.MonkeyPatch, trap: Trap) -> dict[str, Any]:
     trap.error = OSError("Writer is closed")
-    _before(monkeypatch, TensorBoardSink, "write_images", trap)
+    _before(monkeypatch, TensorBoardSink, "write_pngs", trap)
     return {}
 
 

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
+import lightning_gradsim.presentation
 import lightning_gradsim.reporter
 import lightning_gradsim.tap
 from lightning_gradsim import GradSimCallback, GradSimWarning, lightning_bridge
@@ -185,8 +186,8 @@ FAULTS = {
     "the choice of queries": (QuerySelection, "update", (0, 1)),
     "scoring": (lightning_gradsim.reporter, "score_part", (0, 1)),
     "merging": (lightning_gradsim.reporter, "make_report", (0, 1)),
-    "drawing": (lightning_gradsim.reporter, "mistake_panel", (0,)),
-    "writing": (lightning_gradsim.reporter, "write_report_files", (0,)),
+    "drawing": (lightning_gradsim.presentation, "mistake_panel", (0,)),
+    "writing": (lightning_gradsim.presentation, "write_report_files", (0,)),
 }
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
+import lightning_gradsim.presentation
 import lightning_gradsim.reporter
 from tests.noninterference.cases import averaging
 from tests.reference import one_sample_gradients, preconditioned
@@ -542,21 +543,21 @@ class TestCost:
         now = [0.0]
         monkeypatch.setattr("lightning_gradsim.clock.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-        def slow(name, seconds):
-            function = getattr(lightning_gradsim.reporter, name)
+        def slow(owner, name, seconds):
+            function = getattr(owner, name)
 
             def take_time(*args, **kwargs):
                 now[0] += seconds
                 return function(*args, **kwargs)
 
-            monkeypatch.setattr(lightning_gradsim.reporter, name, take_time)
+            monkeypatch.setattr(owner, name, take_time)
 
         class Training(Callback):
             def on_train_batch_end(self, *_):
                 now[0] += 1.0
 
-        slow("score_part", 3.0)
-        slow("mistake_panel", 1.0)
+        slow(lightning_gradsim.reporter, "score_part", 3.0)
+        slow(lightning_gradsim.presentation, "mistake_panel", 1.0)
         _, _, recorder = fit(tmp_path, callbacks=[Training()], max_epochs=2)
         assert [report.seconds for report in recorder.reports] == [4.0, 4.0]
         assert [report.time_share for report in recorder.reports] == [pytest.approx(4 / 6), pytest.approx(8 / 12)]

@@ -24,6 +24,7 @@ from tests.trainer.support import (
 )
 
 COUNT = "Expected a whole number of at least 1."
+COUNT_OR_IDS = "Expected a whole number of at least 1, or a list of different sample ids."
 LAYERS = 'Expected "last", "last:3", "all", names, globs, layer types or one predicate of (name, layer).'
 SHARE = "Expected a share of the training time, such as 0.1, or None for no limit."
 SIMILARITY = "is not known. Expected one of 'dot', 'cosine', 'asymmetric', 'influence'."
@@ -135,6 +136,34 @@ ARGUMENTS = [
         "`mode='in_run'` and `mislabel_score=None` contradict each other: the first needs training steps to be "
         "watched. Leave one of them out.",
     ),
+    *[
+        ({"along_run": value}, error, f"`along_run={value!r}` {what}. {COUNT_OR_IDS}")
+        for value, error, what in (
+            (0, ValueError, "is too small"),
+            (True, TypeError, "is a bool"),
+            (2.5, TypeError, "is a float"),
+            ("8", TypeError, "is a str"),
+            ([], ValueError, "is empty"),
+            ([1, 2.5], TypeError, "holds a float"),
+            ([True], TypeError, "holds a bool"),
+            ([3, -1], ValueError, "holds a negative id"),
+            ([3, 1, 3], ValueError, "holds an id twice"),
+        )
+    ],
+    (
+        {"along_run": 3, "mislabel_score": None, "max_state_mb": 0},
+        ValueError,
+        "`max_state_mb=0` is too small. Expected a number above 0.",
+    ),
+    *[
+        (
+            {"along_run": 3, "mode": mode},
+            ValueError,
+            f"`mode='{mode}'` and `along_run=3` contradict each other: the first reads some of the training samples, "
+            "the second sums over all of them. Leave one of them out.",
+        )
+        for mode in ("in_run", "auto")
+    ],
     ({"loss_fn": 3}, TypeError, f"`loss_fn=3` is an int. {LOSS}"),
     ({"loss_fn": nn.MSELoss}, TypeError, f"`loss_fn={nn.MSELoss!r}` is a type. {LOSS}"),
     ({"adapter": "mine"}, TypeError, f"`adapter='mine'` is a str. {ADAPTER}"),
@@ -166,6 +195,7 @@ ARGUMENTS = [
     ({"mean": [0.5], "std": [0.0]}, ValueError, f"`mean=[0.5]` and `std=[0.0]`. {CHANNELS}"),
     ({"mean": [float("nan")], "std": [0.2]}, ValueError, f"`mean=[nan]` and `std=[0.2]`. {CHANNELS}"),
     *flag("show_teachers"),
+    *count("panel_pages"),
     *count("memory_budget", is_optional=True),
     ({"seed": "one"}, TypeError, "`seed='one'` is a str. Expected a whole number."),
     ({"seed": 1.5}, TypeError, "`seed=1.5` is a float. Expected a whole number."),

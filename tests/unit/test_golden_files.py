@@ -12,7 +12,14 @@ import torch
 
 from lightning_gradsim.history import FollowedQuery, TrendPoint
 from lightning_gradsim.plan_record import LayerPlan, Plan
-from lightning_gradsim.records import INFLUENCE_COLUMNS, ErrorPair, Histogram, InfluentialSample, QueryReport
+from lightning_gradsim.records import (
+    INFLUENCE_COLUMNS,
+    ErrorPair,
+    Histogram,
+    InfluentialSample,
+    QueryAlongRun,
+    QueryReport,
+)
 from lightning_gradsim.report import Report
 from lightning_gradsim.sinks import write_report_files
 from lightning_gradsim.suspects import SUSPECT_COLUMNS, SuspectTable
@@ -74,6 +81,20 @@ def make_report():
         self_influence=Histogram((0.0, 1.0, 2.0), (1, 2), 0),
         trends=(TrendPoint(2, 30, 3, 1, None, 0.5), TrendPoint(3, 40, 2, 1, 1.0, 0.5)),
         followed=(FollowedQuery(17, 0, 1, 2, 2, None), FollowedQuery(5, 1, 0, 1, 1, 3)),
+        along_run=(
+            QueryAlongRun(
+                5,
+                1,
+                0,
+                1,
+                0.625,
+                0.5,
+                since_epoch=1,
+                num_reports=2,
+                harmful=(InfluentialSample(9, 0, -2.25, False),),
+                proponents=(InfluentialSample(7, 1, 4.5, True),),
+            ),
+        ),
     )
 
 
@@ -119,14 +140,19 @@ def test_csv_files(tmp_path):
         ("harmful", "2", "9"),
         ("teachers", "1", "4"),
         ("look_alikes", "1", "7"),
+        ("harmful_along_run", "1", "9"),
+        ("proponents_along_run", "1", "7"),
     ]
+    assert [row["query"] for row in rows] == ["0"] * 4 + ["1"] * 2
+    assert rows[-1]["query_id"] == "5"
+    assert rows[-1]["label_looks_wrong"] == ""
 
 
 def test_every_column_and_field_is_documented():
     text = DOCS.read_text(encoding="utf-8").partition("## Files\n")[2].partition("\n## In ")[0]
     fields = json.loads(GOLDEN.read_text(encoding="utf-8"))
     (query,), points, followed = fields["queries"], fields["trends"], fields["followed"]
-    names = {*SUSPECT_COLUMNS, *INFLUENCE_COLUMNS, *fields, *query, *points[0], *followed[0]}
+    names = {*SUSPECT_COLUMNS, *INFLUENCE_COLUMNS, *fields, *query, *points[0], *followed[0], *fields["along_run"][0]}
     assert [name for name in sorted(names) if f"`{name}`" not in text] == []
 
 

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_gradsim.queries import Query
 from lightning_gradsim.records import InfluentialSample, QueryReport
 from lightning_gradsim.report import Report
-from lightning_gradsim.shown_samples import SHOWN_QUERIES, SHOWN_SUSPECTS, SHOWN_TILES, collect_shown_samples
+from lightning_gradsim.shown_samples import SHOWN_SUSPECTS, SHOWN_TILES, collect_shown_samples
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.train_pass import make_reader
-from lightning_gradsim.views import ExhibitMaker, to_rgb
+from lightning_gradsim.views import QUERIES_PER_PAGE, ExhibitMaker, to_rgb
 
 NUM_TRAIN, NUM_VALIDATION = 60, 20
 
@@ -66,10 +66,10 @@ def pixels_of(exhibit):
 def test_pictures_come_from_the_datasets():
     report, train, validation = make_report(), image_data(NUM_TRAIN), image_data(NUM_VALIDATION, seed=1)
     shown = collect(report, train, validation)
-    assert len(shown.queries) == len(report.queries) > SHOWN_QUERIES
-    assert shown.queries[SHOWN_QUERIES:] == (None,) * (len(report.queries) - SHOWN_QUERIES)
+    assert len(shown.queries) == len(report.queries) > QUERIES_PER_PAGE
+    assert shown.queries[QUERIES_PER_PAGE:] == (None,) * (len(report.queries) - QUERIES_PER_PAGE)
     wanted = set(range(SHOWN_SUSPECTS))
-    for i, query in enumerate(report.queries[:SHOWN_QUERIES]):
+    for i, query in enumerate(report.queries[:QUERIES_PER_PAGE]):
         np.testing.assert_array_equal(pixels_of(shown.queries[i]), to_rgb(validation.tensors[0][i]).pixels)
         lists = (query.harmful, query.look_alikes, query.teachers)
         wanted |= {sample.sample_id for each in lists for sample in each[:SHOWN_TILES]}
@@ -85,7 +85,7 @@ def test_queries_without_an_id_are_shown_from_their_copies():
     report = make_report()
     report = replace(report, queries=tuple(replace(query, sample_id=None) for query in report.queries))
     shown = collect(report, image_data(NUM_TRAIN), kept=kept_copies(report, validation))
-    for i in range(SHOWN_QUERIES):
+    for i in range(QUERIES_PER_PAGE):
         np.testing.assert_array_equal(pixels_of(shown.queries[i]), to_rgb(validation.tensors[0][i]).pixels)
 
 
@@ -98,7 +98,7 @@ def test_other_inputs_show_nothing():
     data = TensorDataset(torch.randn(NUM_TRAIN, 400), torch.arange(NUM_TRAIN))
     shown = collect(make_report(), data, data)
     assert shown.note.startswith("inputs are vectors of 400 numbers")
-    assert all(exhibit.is_empty for exhibit in [*shown.queries[:SHOWN_QUERIES], *shown.train.values()])
+    assert all(exhibit.is_empty for exhibit in [*shown.queries[:QUERIES_PER_PAGE], *shown.train.values()])
     assert not shown.have_pictures
     assert not shown.have_words
 

@@ -1,11 +1,14 @@
 """Tensors to pixels: nothing is clipped, darkened or hidden on the way."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lightning_gradsim.views.canvas import BACKDROP
-from lightning_gradsim.views.images import HATCH, picture_notes, shrink, to_rgb, to_tile
+from lightning_gradsim.views.images import HATCH, picture_notes, png_size, shrink, to_png, to_rgb, to_tile
 
 LEVELS = torch.randint(0, 256, (3, 6, 5), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 LEVELS[:, 0, 0], LEVELS[:, 0, 1] = 0, 255
@@ -247,3 +250,15 @@ def test_which_channels_are_shown_is_said(channels, said):
 def test_a_small_picture_is_kept_as_it_is():
     image = to_rgb(LEVELS)
     assert shrink(image, 320) is image
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (64, 48), (1, 70), (700, 1)])
+def test_a_png_file_holds_every_pixel(shape):
+    pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    pixels[shape[0] // 2 :] = 7
+    png = to_png(pixels)
+    with Image.open(io.BytesIO(png)) as image:
+        image.verify()  # the check sums
+    with Image.open(io.BytesIO(png)) as image:
+        assert (image.mode, image.format, image.size) == ("RGB", "PNG", png_size(png))
+        np.testing.assert_array_equal(np.asarray(image), pixels)

@@ -317,6 +317,19 @@ def test_no_queries(texts, num_errors, expected):
     assert panel.shape[0] < 300
 
 
+def test_a_further_page_shows_the_next_queries(texts):
+    queries = [make_query(sample_id=place) for place in range(8)]
+    levels = [torch.full((1, 8, 8), place / 8) for place in range(8)]
+    second = draw(make_report(*queries), levels, page=2)
+    assert "8 of 360 validation samples wrong, 7 to 8 shown" in words(texts)
+    alone = draw(make_report(*queries[6:]), levels[6:])
+    assert len(second) == len(alone)
+    header = len(draw(make_report())) - 108  # less the words that stand where there are no queries
+    assert header > 0
+    np.testing.assert_array_equal(second[header + 96 :], alone[header + 96 :])
+    assert not np.array_equal(second, draw(make_report(*queries))[: len(second)])
+
+
 def test_augmented_views_are_named_in_the_legend_and_at_each_row(texts):
     draw(make_report(make_query(), augmented=True))
     assert "augmented view: each training tile is one random view of its sample" in words(texts)
