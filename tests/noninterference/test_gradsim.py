@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lightning_gradsim.reporter
+import lightning_gradsim.presentation
 import lightning_gradsim.rereading
 from lightning_gradsim import GradSimCallback, GradSimWarning
 from tests.noninterference.cases import Case, rows
@@ -189,4 +189,4 @@ def _assert_nothing_changes(case: Case, layers: str, **options: Any) -> GradSimC
 
 def _draw_small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     panel = np.zeros((4, 4, 3), np.uint8)
-    monkeypatch.setattr(lightning_gradsim.reporter, "mistake_panel", lambda *_, **__: panel)
+    monkeypatch.setattr(lightning_gradsim.presentation, "mistake_panel", lambda *_, **__: panel)
