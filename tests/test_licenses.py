@@ -15,6 +15,7 @@ PERMISSIVE = {
     "BSD": r"\b(0?bsd)",
     "Boost": r"\bbsl-1\.0",
     "CC0": r"\bcc0",
+    "HPND": r"\bhpnd\b",
     "ISC": r"\bisc\b",
     "MIT": r"\bmit\b|mit-cmu",
     "PSF": r"\bpsf\b|python software foundation",
