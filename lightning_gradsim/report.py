@@ -330,11 +330,12 @@ class Report:
 
     def _query_lines(self, query: QueryReport) -> Iterator[str]:
         probability = "" if query.probability is None else f" ({query.probability:.0%})"
-        doubt = "; this validation label may be wrong" if query.label_looks_wrong else ""
+        kind = "" if self.occasion else "validation "
+        doubt = f"; this {kind}label may be wrong" if query.label_looks_wrong else ""
         name = "?" if query.sample_id is None else str(query.sample_id)
         name += f" of loader {query.dataloader_idx}" if query.dataloader_idx else ""
         verdict = f"{self.name_of(query.label)} -> {self.name_of(query.prediction)}{probability}{doubt}"
-        yield f"validation sample {name}: {verdict}"
+        yield f"{kind}sample {name}: {verdict}"
         for title, samples in (("harmful", query.harmful), ("look-alikes", query.look_alikes)):
             tiles = "  ".join(self._tile(sample) for sample in samples[:4])
             yield f"    {title:<12}{tiles or 'none'}"

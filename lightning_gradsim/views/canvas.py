@@ -114,6 +114,22 @@ def fit_text(text: str, size: int, max_width: float, bold: bool = False) -> str:
     return shorten(num_fitting - 1) if num_fitting else ""
 
 
+def fit_size(text: str, sizes: Sequence[int], max_width: float, bold: bool = False) -> tuple[str, int]:
+    """Choose the largest size in which a text fits; shorten it where it fits in none.
+
+    Args:
+        text: A single line, in any script.
+        sizes: Font sizes in pixels, the largest first.
+        max_width: Available width in pixels.
+        bold: Whether it will be drawn bold.
+
+    Returns:
+        The text, and the size to draw it in.
+    """
+    size = next((size for size in sizes if measure_text(text, size, bold) <= max_width), sizes[-1])
+    return fit_text(text, size, max_width, bold), size
+
+
 def wrap_text(text: str, size: int, max_width: float, max_lines: int) -> list[str]:
     """Break a text into lines at spaces.
 

@@ -54,4 +54,5 @@ def draw_histogram(histogram: Histogram) -> dict[str, Any]:
         for place, count in enumerate(histogram.counts)
     ]
     low, high = histogram.edges[0], histogram.edges[-1]
-    return {"bars": bars, "words": f"10^{low:.1f} to 10^{high:.1f}; {histogram.num_zero:,} are zero"}
+    zeros = f"; {histogram.num_zero:,} are zero" if histogram.num_zero else ""
+    return {"bars": bars, "words": f"10^{low:.1f} to 10^{high:.1f}{zeros}"}

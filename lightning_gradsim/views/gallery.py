@@ -17,6 +17,7 @@ from lightning_gradsim.views.canvas import (
     MUTED,
     Canvas,
     Pixels,
+    fit_size,
     fit_text,
     measure_text,
     to_plain_text,
@@ -47,7 +48,8 @@ from lightning_gradsim.views.tiles import (
     times_flagged,
 )
 
-HEADLINE = 24
+HEADLINES = (24, 22, 20)
+HEADLINE = HEADLINES[0]
 ARROW, ARROW_ROOM = 26, 40
 
 
@@ -71,7 +73,7 @@ def suspects_gallery(report: Report, train_exhibits: Mapping[int, Exhibit], *, m
     is_short = all(_fits_one_line(report, suspect) for suspect in shown)
     rows = [shown[start : start + TILES_PER_ROW] for start in range(0, len(shown), TILES_PER_ROW)]
     num_lines = 2 if any(times_flagged(suspect) for suspect in shown) else 1
-    height = TILE + 10 + (30 if is_short else 56) + BAR + CAPTION_LINE * num_lines + 22
+    height = TILE + 10 + (30 if is_short else 60) + BAR + CAPTION_LINE * num_lines + 22
     canvas = Canvas(WIDTH, max(1, len(rows)) * height + 4)
     full_bar = max((abs(suspect.score) for suspect in shown if math.isfinite(suspect.score)), default=0.0)
     for number, row in enumerate(rows):
@@ -139,14 +141,15 @@ def _draw_caption(
 ) -> None:
     label, suggested = _names(report, suspect)
     baseline = top + 30
-    end = canvas.text(left, baseline, fit_text(label, HEADLINE, TILE, bold=True), HEADLINE, INK, bold=True)
+    label, size = fit_size(label, HEADLINES, TILE, bold=True)
+    end = canvas.text(left, baseline, label, size, INK, bold=True)
     if suggested:
         start = end + 6 if is_short else left
         baseline += 0 if is_short else 26
         draw_arrow(canvas, start, baseline - 8, ARROW)
-        room = left + TILE - start - ARROW - 8
-        canvas.text(start + ARROW + 8, baseline, fit_text(suggested, HEADLINE, room, bold=True), HEADLINE, DOUBT, True)
-    bottom = top + (40 if is_short else 66)
+        suggested, size = fit_size(suggested, HEADLINES, left + TILE - start - ARROW - 8, bold=True)
+        canvas.text(start + ARROW + 8, baseline, suggested, size, DOUBT, bold=True)
+    bottom = top + (40 if is_short else 70)
     share = min(abs(suspect.score) / full_bar, 1.0) if full_bar and math.isfinite(suspect.score) else 0.0
     draw_bar(canvas, left, bottom, TILE, share)
     draw_name(canvas, left, bottom + BAR + 22, suspect.sample_id, suspect.score)

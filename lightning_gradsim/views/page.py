@@ -28,9 +28,12 @@ from lightning_gradsim.views.sortable import (
     suspects_table,
 )
 from lightning_gradsim.views.tiles import (
-    TILES_PER_ROW,
+    doubt_of,
     doubted_label,
+    is_mistake,
     origin,
+    query_name,
+    rows_of,
     score_text,
     suspects_title,
     times_flagged,
@@ -38,6 +41,8 @@ from lightning_gradsim.views.tiles import (
 from lightning_gradsim.views.values import ValueScale, make_scale
 
 MAX_GALLERY = 24
+MAX_UNSEEN = 6
+"""Queries that are shown where nothing is known of their inputs."""
 SMALL = 100
 """Pictures with fewer pixels a side are drawn with hard pixel edges."""
 
@@ -87,7 +92,11 @@ class _PageMaker:
         near_duplicates: Sequence[tuple[int, int]],
     ) -> None:
         self.report = report
-        self.queries = queries
+        # Whoever has only the report, as after `explain`, gets its samples by their ids and labels.
+        self.queries = queries or [NOTHING] * min(len(report.queries), MAX_UNSEEN)
+        self.heading, self.studied, self.kind = ("Mistakes", "studied mistakes", "validation ")
+        if report.occasion:
+            self.heading, self.studied, self.kind = ("Explained samples", "explained samples", "")
         self.train = train
         self.show_teachers = show_teachers
         self.near_duplicates = near_duplicates
@@ -102,6 +111,8 @@ class _PageMaker:
         return {
             "title": f"{report.errors_in_words} · {report.when_in_words}",
             "headline": report.errors_in_words,
+            "heading": self.heading,
+            "studied": self.studied,
             "origin": origin(report),
             "reference": report.reference,
             "similarity": report.similarity,
@@ -120,6 +131,7 @@ class _PageMaker:
                 if self.queries[place] is not None
             ],
             "all_queries": queries_table(report),
+            "has_mistakes": any(map(is_mistake, report.queries[: len(self.queries)])),
             "hints": review_hints(report),
             "suspects_title": suspects_title(report).capitalize(),
             "gallery": self._gallery(),
@@ -138,7 +150,7 @@ class _PageMaker:
 
     def _sections(self) -> list[tuple[str, str]]:
         report = self.report
-        sections = [("Mistakes", "mistakes"), ("Suspects", "suspects")]
+        sections = [(self.heading, "mistakes"), ("Suspects", "suspects")]
         sections += [("Class pairs", "pairs")] if report.error_pairs else []
         sections += [("Trends", "trends")] if report.trends else []
         sections += [("Followed mistakes", "followed")] if report.followed else []
@@ -168,34 +180,27 @@ class _PageMaker:
 
     def _numbers(self) -> list[tuple[str, str, str]]:
         report, suspects = self.report, self.report.suspects
-        doubtful = len(report.suspect_queries)
         return [
-            ("mistakes", f"{report.num_errors:,}", f"of {report.num_validation_samples:,} validation samples"),
+            ("mistakes", f"{report.num_errors:,}", f"of {report.num_validation_samples:,} {self.kind}samples"),
             ("flagged labels", f"{suspects.num_flagged:,}", f"of {len(suspects):,} training samples"),
-            ("doubtful validation labels", f"{doubtful}", f"of {len(report.queries)} mistakes studied"),
+            (
+                f"doubtful {self.kind}labels",
+                f"{len(report.suspect_queries)}",
+                f"of {len(report.queries)} {self.studied}",
+            ),
             ("cost", f"{report.seconds:.2f} s", report.share_in_words),
         ]
-
-    def _lists(self, query: QueryReport) -> list[tuple[str, str, str, tuple[InfluentialSample, ...]]]:
-        measure = self.report.similarity
-        lists = [
-            ("harmful: pushed towards this mistake", "harmful", measure, query.harmful[:TILES_PER_ROW]),
-            ("look-alikes: alike in the model's eyes", "look-alike", "cosine", query.look_alikes[:TILES_PER_ROW]),
-        ]
-        if self.show_teachers:
-            teachers = query.teachers[:TILES_PER_ROW]
-            lists.append(("teachers: taught this prediction", "teacher", measure, teachers))
-        return lists
 
     def _mistake(self, place: int, query: QueryReport) -> dict[str, Any]:
         exhibit = self.queries[place] or NOTHING
         return {
-            "exhibit": self._exhibit(exhibit, "the validation sample"),
+            "exhibit": self._exhibit(exhibit, query_name(self.report, query)),
             "label": self.report.name_of(query.label),
             "prediction": self.report.name_of(query.prediction),
             "probability": percent(query.probability),
-            "facts": " · ".join([f"loss {score_text(query.loss)}", _query_name(query), *_since(query)]),
-            "label_looks_wrong": query.label_looks_wrong,
+            "facts": " · ".join([f"loss {score_text(query.loss)}", _query_name(self.report, query), *_since(query)]),
+            "is_mistake": is_mistake(query),
+            "doubt": doubt_of(self.report) if query.label_looks_wrong else "",
             "duplicates": [sample_id for own, sample_id in self.near_duplicates if own == place],
             "rows": [
                 {
@@ -204,7 +209,9 @@ class _PageMaker:
                     "measure": measure,
                     "tiles": self._tiles(samples, exhibit, accuses=short != "look-alike"),
                 }
-                for title, short, measure, samples in self._lists(query)
+                for title, short, measure, samples in rows_of(
+                    query, self.report.similarity, show_teachers=self.show_teachers
+                )
             ],
         }
 
@@ -280,8 +287,8 @@ def review_hints(report: Report) -> list[str]:
     return hints
 
 
-def _query_name(query: QueryReport) -> str:
-    name = "validation sample" if query.sample_id is None else f"validation sample #{query.sample_id}"
+def _query_name(report: Report, query: QueryReport) -> str:
+    name = query_name(report, query)
     return f"{name} of loader {query.dataloader_idx}" if query.dataloader_idx else name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_gradsim.plain_values import Label
@@ -124,7 +124,7 @@ def class_pairs_picture(report: Report) -> Pixels:
         uint8 ``[H, 700, 3]``.
     """
     matrix, pairs = make_matrix(report), find_pairs(report)
-    caption = wrap_text(to_plain_text(_caption(report, matrix)), BODY, CONTENT, max_lines=3)
+    caption = wrap_text(to_plain_text(_caption(report, matrix)), BODY, CONTENT, max_lines=4)
     top = 44 + LINE * len(caption) + 12
     canvas = Canvas(WIDTH, top + ROW * (1 + len(matrix.classes)) + 24 + PAIR_ROW * len(pairs) + 20)
     canvas.text(MARGIN, 34, "which labels are taken for which", TITLE, bold=True)
@@ -137,8 +137,8 @@ def class_pairs_picture(report: Report) -> Pixels:
 
 def _caption(report: Report, matrix: PairMatrix) -> str:
     left_out = f" · {matrix.num_left_out:,} mistakes among other classes" if matrix.num_left_out else ""
-    when = report.when_in_words
-    return f"{when} · {report.errors_in_words}{left_out} · rows: given label, columns: predicted label"
+    told = f"{report.when_in_words} · {report.errors_in_words}{left_out}"
+    return f"{told} · rows: given label, columns: predicted · harmful samples by given label"
 
 
 def _culprits(queries: Iterable[QueryReport]) -> tuple[tuple[int, Label], ...]:
@@ -202,9 +202,20 @@ def _draw_pairs(canvas: Canvas, top: int, report: Report, pairs: list[ClassPair]
         prediction = fit_text(prediction, BODY, room - measure_text(label, BODY, bold=True), bold=True)
         end = canvas.text(end + ARROW + 16, baseline, prediction, BODY, bold=True)
         canvas.text(end + 14, baseline, number_of, BODY)
-        culprits = ", ".join(f"#{sample_id} ({label_text(report, label)})" for sample_id, label in each.culprits)
-        words = f"harmful (given label): {culprits}" if culprits else "none of them was studied"
-        canvas.text(MARGIN, baseline + LINE, fit_text(words, BODY, CONTENT), BODY, MUTED)
+        canvas.text(MARGIN, baseline + LINE, _culprits_in_words(report, each.culprits), BODY, MUTED)
+
+
+def _culprits_in_words(report: Report, culprits: Sequence[tuple[int, Label]]) -> str:
+    """Training samples behind their given labels, as many as fit: one that is cut could not be looked up."""
+    if not culprits:
+        return "none of them was studied"
+    ids: dict[str, list[str]] = {}
+    for sample_id, label in culprits:
+        ids.setdefault(fit_text(label_text(report, label), BODY, CONTENT / 3), []).append(f"#{sample_id}")
+    words = f"harmful: {', '.join(' '.join([label, *names]) for label, names in ids.items())}"
+    if len(culprits) > 1 and measure_text(words, BODY) > CONTENT:
+        return _culprits_in_words(report, culprits[:-1])
+    return words
 
 
 def _shade(share: float) -> Colour:

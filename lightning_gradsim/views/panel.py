@@ -39,9 +39,9 @@ from lightning_gradsim.views.tiles import (
     PICTURE,
     STRIP,
     TILE,
-    TILES_PER_ROW,
     TITLE,
     WIDTH,
+    doubt_of,
     doubt_words,
     draw_arrow,
     draw_bar,
@@ -51,6 +51,8 @@ from lightning_gradsim.views.tiles import (
     label_fits,
     label_text,
     origin,
+    query_name,
+    rows_of,
     score_text,
     strip_width,
 )
@@ -141,7 +143,7 @@ def mistake_panel(
     drawn = slice((page - 1) * max_queries, page * max_queries)
     queries = report.queries[drawn]
     if not queries:
-        return np.concatenate([_draw_header(report, range(0), [], [], has_doubts=False), _draw_nothing(report)])
+        return np.concatenate([_draw_header(report, range(0), [], [], None), _draw_nothing(report)])
     rows = [_rows(report, query, show_teachers) for query in queries]
     samples = [sample for query_rows in rows for row in query_rows for sample in row.samples]
     shown_ids = sorted({sample.sample_id for sample in samples})
@@ -158,19 +160,15 @@ def mistake_panel(
         for query, picture, query_rows in zip(queries, query_pictures, rows, strict=True)
     ]
     pictures = [*query_pictures, *train_pictures.values()]
-    return np.concatenate(
-        [_draw_header(report, range(len(report.queries))[drawn], pictures, samples, has_doubts=bool(doubts)), *blocks]
-    )
+    header = _draw_header(report, range(len(report.queries))[drawn], pictures, samples, tiles)
+    return np.concatenate([header, *blocks])
 
 
 def _rows(report: Report, query: QueryReport, show_teachers: bool) -> list[_Row]:
-    rows = [
-        _Row("harmful: pushed towards this mistake", report.similarity, query.harmful[:TILES_PER_ROW]),
-        _Row("look-alikes: alike in the model's eyes", "cosine", query.look_alikes[:TILES_PER_ROW], accuses=False),
+    return [
+        _Row(title, measure, samples, accuses=name != "look-alike")
+        for title, name, measure, samples in rows_of(query, report.similarity, show_teachers=show_teachers)
     ]
-    if show_teachers:
-        rows.append(_Row("teachers: taught this prediction", report.similarity, query.teachers[:TILES_PER_ROW]))
-    return rows
 
 
 def _draw_header(
@@ -178,13 +176,15 @@ def _draw_header(
     shown: range,
     pictures: Sequence[RgbImage | None],
     samples: Sequence[InfluentialSample],
-    *,
-    has_doubts: bool,
+    tiles: _Tiles | None,
 ) -> Pixels:
     caption = wrap_text(to_plain_text(f"{origin(report)} · against {report.reference}"), BODY, CONTENT, max_lines=4)
     notes = [line for note in _notes(report, pictures) for line in wrap_text(note, BODY, CONTENT, max_lines=2)]
     has_mark, has_bar = any(sample.label_is_prediction for sample in samples), bool(samples)
-    canvas = Canvas(WIDTH, 44 + LINE * (len(caption) + len(notes)) + 34 * (has_mark + has_doubts + has_bar) + 12)
+    has_doubts = tiles is not None and bool(tiles.doubts)
+    has_names = has_bar and tiles is not None and not tiles.lead
+    num_lines = has_names + has_mark + has_doubts + has_bar
+    canvas = Canvas(WIDTH, 44 + LINE * (len(caption) + len(notes)) + 34 * num_lines + 12)
     title = fit_text(_title(report, shown), TITLE, CONTENT, bold=True)
     baseline = 34
     canvas.text(MARGIN, baseline, title, TITLE, bold=True)
@@ -192,6 +192,10 @@ def _draw_header(
     for line in [*caption, *notes]:
         baseline += LINE
         canvas.text(MARGIN, baseline, line, BODY, MUTED)
+    if has_names:
+        baseline += 34
+        canvas.rectangle(MARGIN, baseline - 20, 28, 28, BACKDROP)
+        canvas.text(MARGIN + 40, baseline, "below each picture: its given label", BODY)
     if has_mark:
         baseline += 34
         canvas.rectangle(MARGIN, baseline - 20, 28, 28, BACKDROP)
@@ -260,7 +264,7 @@ def _draw_verdict(canvas: Canvas, report: Report, query: QueryReport) -> None:
         facts = f"{facts.replace('validation sample', 'validation')} · wrong since epoch {query.wrong_since}"
     canvas.text(left, BLOCK_TOP + 92, fit_text(facts, BODY, WIDTH - MARGIN - left), BODY, MUTED)
     if query.label_looks_wrong:
-        words = "this validation label may be wrong"
+        words = doubt_of(report)
         height = 36
         draw_strip(canvas, left, BLOCK_TOP + PICTURE - height, strip_width(words, height), words, height)
 
@@ -270,11 +274,12 @@ def _draw_headline(canvas: Canvas, left: int, label: str, prediction: str, proba
     right = WIDTH - MARGIN
     words = ("labelled", "predicted" if probability is None else f"predicted, {probability}")
     word_widths = [measure_text(word, BODY) for word in words]
+    answer = MARK if label != prediction else INK
     for size in HEADLINES:
         widths = [measure_text(name, size, bold=True) for name in (label, prediction)]
         second, arrow = left + max(word_widths[0], widths[0]) + 76, 44
         if second + max(word_widths[1], widths[1]) <= right:
-            for x, word, name, colour in ((left, words[0], label, INK), (second, words[1], prediction, MARK)):
+            for x, word, name, colour in ((left, words[0], label, INK), (second, words[1], prediction, answer)):
                 canvas.text(x, BLOCK_TOP + 16, word, BODY, MUTED)
                 canvas.text(x, BLOCK_TOP + 60, name, size, colour, bold=True)
             draw_arrow(canvas, second - 16 - arrow, BLOCK_TOP + 46, arrow)
@@ -282,7 +287,7 @@ def _draw_headline(canvas: Canvas, left: int, label: str, prediction: str, proba
     size, start = HEADLINE_STACKED, left + 108
     for word, name, colour, after, baseline in (
         ("labelled", label, INK, "", BLOCK_TOP + 22),
-        ("predicted", prediction, MARK, probability or "", BLOCK_TOP + 58),
+        ("predicted", prediction, answer, probability or "", BLOCK_TOP + 58),
     ):
         canvas.text(left, baseline, word, BODY, MUTED)
         room = right - start - measure_text(after, BODY) - 14
@@ -291,7 +296,7 @@ def _draw_headline(canvas: Canvas, left: int, label: str, prediction: str, proba
 
 
 def _query_name(report: Report, query: QueryReport) -> str:
-    name = "validation sample" if query.sample_id is None else f"validation sample #{query.sample_id}"
+    name = query_name(report, query)
     has_several_loaders = any(other.dataloader_idx for other in report.queries)
     return f"{name} · loader {query.dataloader_idx}" if has_several_loaders else name
 

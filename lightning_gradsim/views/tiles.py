@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lightning_gradsim.plain_values import Label
+from lightning_gradsim.records import InfluentialSample, QueryReport
 from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.canvas import (
@@ -17,6 +19,7 @@ from lightning_gradsim.views.canvas import (
     PAPER,
     TRACK,
     Canvas,
+    fit_size,
     fit_text,
     is_drawable,
     measure_text,
@@ -37,7 +40,8 @@ BODY, TITLE = 20, 26
 LINE, CAPTION_LINE = 26, 24
 BAR = 8
 STRIP = 28
-LABEL, LABEL_SIZE = 32, 26
+LABEL = 32
+LABEL_SIZES = (26, 24, 22)
 MAX_LAYERS = 3
 LONG_NUMBER = 1e5
 
@@ -55,13 +59,13 @@ def draw_label(canvas: Canvas, x: int, y: int, lead: str, name: str, *, marked: 
     left = x + FRAME_ROOM
     if lead:
         left = int(canvas.text(left, y + 24, lead, BODY, ink, bold=marked)) + 8
-    name = fit_text(name, LABEL_SIZE, x + TILE - 4 - left, bold=True)
-    canvas.text(left, y + 24, name, LABEL_SIZE, ink, bold=True)
+    name, size = fit_size(name, LABEL_SIZES, x + TILE - 4 - left, bold=True)
+    canvas.text(left, y + 24, name, size, ink, bold=True)
 
 
 def label_fits(lead: str, name: str) -> bool:
     """Whether both stand in the label of a tile."""
-    widths = measure_text(lead, BODY, bold=True) + 8 + measure_text(name, LABEL_SIZE, bold=True)
+    widths = measure_text(lead, BODY, bold=True) + 8 + measure_text(name, LABEL_SIZES[0], bold=True)
     return FRAME_ROOM + widths <= TILE - 4
 
 
@@ -139,6 +143,50 @@ def shown_suggestion(suspect: Suspect) -> Label | None:
 def times_flagged(suspect: Suspect) -> str:
     """In how many reports of the run a training sample was flagged, such as "4 of 6"; empty where it is not known."""
     return "" if suspect.reports_flagged is None else f"{suspect.reports_flagged} of {suspect.reports_judged}"
+
+
+def query_name(report: Report, query: QueryReport) -> str:
+    """What a query is: a validation sample, or one that was to be explained, and which."""
+    kind = "sample" if report.occasion else "validation sample"
+    return kind if query.sample_id is None else f"{kind} #{query.sample_id}"
+
+
+def doubt_of(report: Report) -> str:
+    """What is said of a query whose own label is in doubt."""
+    return "this label may be wrong" if report.occasion else "this validation label may be wrong"
+
+
+def is_mistake(query: QueryReport) -> bool:
+    """Whether a query is wrong: `explain` takes any samples."""
+    return query.label != query.prediction
+
+
+def rows_of(
+    query: QueryReport, similarity: str, *, show_teachers: bool
+) -> list[tuple[str, str, str, tuple[InfluentialSample, ...]]]:
+    """The rows beneath a query.
+
+    Args:
+        query: The query. If it is right, no sample has the mark of the wrong prediction.
+        similarity: The chosen similarity.
+        show_teachers: Whether there is a row of teachers.
+
+    Returns:
+        Of each row its title, what one of its samples is, what is compared, and the samples.
+    """
+    harmful = "pushed towards this mistake" if is_mistake(query) else "pushed away from this label"
+    rows = [
+        (f"harmful: {harmful}", "harmful", similarity, query.harmful),
+        ("look-alikes: alike in the model's eyes", "look-alike", "cosine", query.look_alikes),
+    ]
+    if show_teachers:
+        rows.append(("teachers: taught this prediction", "teacher", similarity, query.teachers))
+    return [(title, name, measure, _shown(query, samples)) for title, name, measure, samples in rows]
+
+
+def _shown(query: QueryReport, samples: tuple[InfluentialSample, ...]) -> tuple[InfluentialSample, ...]:
+    shown = samples[:TILES_PER_ROW]
+    return shown if is_mistake(query) else tuple(replace(each, label_is_prediction=False) for each in shown)
 
 
 def label_text(report: Report, label: Label) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gradsim.views import report_page
+from lightning_gradsim.views import Exhibit, report_page
 from tests.unit.test_views_gallery import make_suspects
 from tests.unit.test_views_page import make_page, picture
 from tests.unit.test_views_panel import make_query, make_report
@@ -52,10 +52,10 @@ def open_page(browser, tmp_path):
         context.close()
 
 
-def make_html():
+def make_html(exhibit=None):
     suspects = make_suspects(sample_ids=torch.tensor([30, 4, 100, 22, 7, 9, 11, 2, 1]))
     queries = make_query(harmful=(True, False)), make_query(loss=12.5, probability=0.05), make_query(loss=0.25)
-    return make_page(make_report(*queries, suspects=suspects))
+    return make_page(make_report(*queries, suspects=suspects), exhibit)
 
 
 def column(page, place, table=0):
@@ -110,6 +110,32 @@ def test_lines_of_tiles_have_no_hole(open_page, width, per_line):
     tops = [tiles.nth(i).bounding_box()["y"] for i in range(tiles.count())]
     assert len(tops) == 4
     assert [tops.count(top) for top in sorted(set(tops))] == [per_line] * (4 // per_line)
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_texts_have_room(open_page, width):
+    text = Exhibit(text="https://example.com/" + "without-a-space/" * 12 + " and a few words more")
+    html = make_html(text)
+    page = open_page(html, viewport={"width": width, "height": 900})
+    widths = page.evaluate("[...document.querySelectorAll('td.words')].map(e => e.getBoundingClientRect().width)")
+    assert len(widths) == (2 + 4) + 2 * (4 + 4) + 9, "samples in lists, suspects"
+    assert min(widths) >= 250
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_names_of_numbers_stay_where_they_are(open_page):
+    html = make_html(Exhibit(values=tuple((f"the name of column {i}", float(i)) for i in range(20))))
+    page = open_page(html, viewport={"width": 390, "height": 900})
+    left = page.evaluate(
+        """() => {
+            const table = document.querySelector("table.values"), box = table.parentElement, name = table.rows[3].cells[0];
+            const before = name.getBoundingClientRect().left;
+            box.scrollLeft = 200;
+            return [before, name.getBoundingClientRect().left, box.scrollLeft];
+        }"""
+    )
+    assert left[0] == left[1]
+    assert left[2] == 200
 
 
 def test_what_users_wrote_does_nothing(open_page):

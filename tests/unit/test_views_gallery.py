@@ -107,6 +107,13 @@ def test_all_text_is_large_enough_and_inside(texts, boxes, table, names):  # noq
     assert [box for box in boxes if any(number % 2 for number in box[:4])] == []
 
 
+def test_the_names_of_cifar_are_whole(texts):  # noqa: F811
+    draw(make_suspects(3), ("airplane", "automobile", "truck"))
+    said = words(texts)
+    assert {"airplane", "automobile", "truck"} <= set(said)
+    assert not any("…" in text for text in said)
+
+
 def test_long_names_stand_one_above_the_other(texts):  # noqa: F811
     draw(make_suspects(1), (LONG, "dog", "ape"))
     (suggested,) = (each for each in texts if each.text == "dog")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gradsim.history import FollowedQuery, TrendPoint
-from lightning_gradsim.records import ErrorPair, Histogram
+from lightning_gradsim.records import ErrorPair, Histogram, InfluentialSample
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.views import Exhibit, report_page, to_rgb
 from lightning_gradsim.views.page import review_hints
@@ -162,6 +162,34 @@ def test_named_values_stand_side_by_side():
 )
 def test_reports_of_all_kinds(report, expected):
     assert expected in Reader(make_page(report)).text
+
+
+def test_samples_that_were_explained_after_the_run():
+    samples = (InfluentialSample(3, 1, -3.0, True), InfluentialSample(4, 0, -1.5, False))
+    right = make_query(harmful=samples, look_alikes=samples, prediction=1, label_looks_wrong=True)
+    report = make_report(right, make_query(), occasion="Net, 2 checkpoints", num_errors=1, num_validation_samples=2)
+    page = report_page(report)
+    reader = Reader(page)
+    for expected in (
+        "1 of 2 samples wrong",
+        "mistakes 1 of 2 samples",
+        "doubtful labels 1 of 2 explained samples",
+        "labelled dog, predicted dog with 97%",
+        "this label may be wrong",
+        "sample #17",
+        "harmful: pushed away from this label (dot) dog #3 −3.00 cat #4 −1.50",
+        "harmful: pushed towards this mistake (dot) dog #0",
+        "All 2 explained samples",
+    ):
+        assert expected in reader.text, expected
+    assert "validation" not in reader.text
+    assert reader.all("tr", **{"class": "marked"}) == []
+    assert [item for item in page.split("<h2")[1:] if "</p>" not in item] == [], "no section without words"
+
+
+def test_a_report_alone_has_its_first_mistakes():
+    reader = Reader(report_page(make_report(*(make_query(sample_id=i) for i in range(9)))))
+    assert [f"sample #{i}" in reader.text for i in range(9)] == [True] * 6 + [False] * 3
 
 
 def test_anything_else_has_ids_and_labels():

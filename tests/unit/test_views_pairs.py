@@ -80,7 +80,7 @@ def test_columns_are_numbered_where_names_do_not_fit(texts, names, heads):  # no
 def test_names_are_whole_as_long_as_there_is_room(texts, names, num_classes):  # noqa: F811
     pairs = tuple(ErrorPair(i, (i + 1) % num_classes, 1234) for i in range(num_classes))
     class_pairs_picture(make_pairs_report(error_pairs=pairs, class_names=names))
-    assert [text for text in words(texts) if "…" in text and not text.startswith("harmful")] == []
+    assert [text for text in words(texts) if "…" in text] == []
 
 
 def test_the_markdown():
@@ -92,9 +92,33 @@ def test_the_markdown():
 def test_what_the_picture_says(texts):  # noqa: F811
     class_pairs_picture(make_pairs_report())
     said = words(texts)
-    for expected in ("7", "2", "1", "7 mistakes", "1 mistake", "harmful (given label): #5 (ship), #6 (cat), #4 (dog)"):
+    for expected in ("7", "2", "1", "7 mistakes", "1 mistake", "harmful: ship #5, cat #6, dog #4"):
         assert expected in said, expected
     assert "none of them was studied" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("automobile", "harmful: automobile #1000000 #2000000 #3000000"),
+        (LONG, "harmful: n02099601 golden ret… #1000000 #2000000 #3000000"),
+    ],
+)
+def test_samples_of_one_label_stand_together_with_all_of_their_ids(texts, name, expected):  # noqa: F811
+    samples = tuple(InfluentialSample(number * 10**6, 0, -1.0, False) for number in (1, 2, 3))
+    class_pairs_picture(
+        make_pairs_report(class_names=(name, "dog", "ship"), error_pairs=(replace(PAIRS[0], harmful=samples),))
+    )
+    assert expected in words(texts)
+
+
+def test_samples_that_do_not_fit_are_left_out_not_cut(texts):  # noqa: F811
+    report = make_pairs_report(class_names=[f"{name} {LONG}" for name in "abc"])
+    class_pairs_picture(report)
+    (said,) = (text for text in words(texts) if "#5" in text)
+    assert "#6" in said
+    assert "#4" not in said
+    assert report.queries[0].harmful[0].sample_id == 4
 
 
 def test_the_largest_count_is_darkest():

@@ -245,6 +245,26 @@ def test_the_given_label_of_a_tile_is_larger_than_its_id_and_has_a_line_of_its_o
         assert other.size < label.size
 
 
+@pytest.mark.parametrize(("name", "is_said"), [("5", False), ("automobile", True)])
+def test_what_stands_below_a_tile_is_said_there_or_in_the_legend(texts, name, is_said):
+    draw(make_report(make_query(), class_names=("cat", name, name)))
+    said = words(texts)
+    assert ("below each picture: its given label" in said) is is_said
+    assert said.count("labelled") == 1 + (0 if is_said else 8)
+    assert said.count(name) == 2 + 8, "whole, though it is long"
+
+
+def test_a_sample_that_is_right_has_no_mistake_and_no_marks(texts):
+    samples = make_samples((True, False))
+    query = make_query(harmful=samples, look_alikes=samples, prediction=1)
+    panel = draw(make_report(query, occasion="Net, its present weights", num_errors=0))
+    said = words(texts)
+    assert not is_marked(panel).any()
+    assert "harmful: pushed away from this label" in said
+    assert any("· sample #17" in text for text in said)
+    assert not any("validation" in text or "mistake" in text for text in said)
+
+
 def test_bars_are_shares_of_the_strongest_of_their_row(boxes):
     scores = (-8.0, 4.0, float("nan"), -2.0)
     samples = tuple(InfluentialSample(place, 1, score, False) for place, score in enumerate(scores))
