@@ -128,7 +128,8 @@ def test_names_of_numbers_stay_where_they_are(open_page):
     page = open_page(html, viewport={"width": 390, "height": 900})
     left = page.evaluate(
         """() => {
-            const table = document.querySelector("table.values"), box = table.parentElement, name = table.rows[3].cells[0];
+            const table = document.querySelector("table.values"), box = table.parentElement;
+            const name = table.rows[3].cells[0];
             const before = name.getBoundingClientRect().left;
             box.scrollLeft = 200;
             return [before, name.getBoundingClientRect().left, box.scrollLeft];
