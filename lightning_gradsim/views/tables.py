@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,6 +11,7 @@ from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import Suspect
 from lightning_gradsim.views.exhibits import Exhibit
 from lightning_gradsim.views.pairs import find_pairs
+from lightning_gradsim.views.sortable import cut, percent, suggested_label
 from lightning_gradsim.views.tiles import doubted_label, score_text, times_flagged
 from lightning_gradsim.views.values import ValueScale, make_scale
 
@@ -18,19 +20,17 @@ _MARKUP = {ord(character): f"&#{ord(character)};" for character in "\\`*_[]{}<>&
 # Control characters, lone surrogates (TensorBoard's UTF-8 refuses them), line and paragraph separators.
 _INVISIBLE = frozenset({"Cc", "Cs", "Zl", "Zp"})
 SAMPLES_PER_CELL = 4
-MAX_TEXT = 300
 MAX_VALUES = 8
-SUSPECT_HEADS = ("rank", "training sample", "label", "suggested label", "probability", "score", "flagged")
-MISTAKE_HEADS = (
-    "validation sample",
-    "label",
-    "prediction",
-    "probability",
-    "loss",
-    "label may be wrong",
-    "harmful",
-    "look-alikes",
-)
+# TensorBoard breaks words anywhere as soon as a table is wider than its card of 930 px. So columns are few, and long
+# texts are broken here.
+LINE_LENGTH = 40
+SUSPECT_HEADS = ("rank", "sample", "label", "suggested", "score", "flagged")
+MISTAKE_HEADS = ("sample", "label", "prediction", "loss", "harmful", "look-alikes")
+PAIR_HEADS = ("label", "prediction", "mistakes", "typical harmful samples (given label)")
+DETAIL_HEADS = ("", "sample", "label", "", "score")
+
+Lines = tuple[str, ...]
+"""A cell: its lines, not escaped."""
 
 
 def suspects_markdown(report: Report, exhibits: Mapping[int, Exhibit] | None = None, *, limit: int = 20) -> str:
@@ -59,10 +59,10 @@ def suspects_markdown(report: Report, exhibits: Mapping[int, Exhibit] | None = N
     if confusion:
         intro += f" Flagged labels, and those suggested instead: {_escape(confusion)}."
     rows = [_suspect_cells(report, rank, suspect) for rank, suspect in enumerate(shown, start=1)]
-    texts = ["" if exhibits is None else _words_of(exhibits.get(suspect.sample_id)) for suspect in shown]
+    texts = [() if exhibits is None else _lines_of(exhibits.get(suspect.sample_id)) for suspect in shown]
     if not any(texts):
         return _to_table(intro, SUSPECT_HEADS, rows)
-    rows = [(*cells, text) for cells, text in zip(rows, texts, strict=True)]
+    rows = [[*cells, text] for cells, text in zip(rows, texts, strict=True)]
     return _to_table(intro, (*SUSPECT_HEADS, "text"), rows)
 
 
@@ -116,15 +116,15 @@ def class_pairs_markdown(report: Report, limit: int = 20) -> str:
         "that are harmful for most of those that were studied, or, with `class_pairs=`, for the mean of all of them."
     )
     rows = [
-        (
-            report.name_of(each.pair.label),
-            report.name_of(each.pair.prediction),
-            f"{each.pair.count:,}",
-            ", ".join(f"{sample_id} ({report.name_of(label)})" for sample_id, label in each.culprits),
-        )
+        [
+            (report.name_of(each.pair.label),),
+            (report.name_of(each.pair.prediction),),
+            (f"{each.pair.count:,}",),
+            (", ".join(f"{sample_id} ({report.name_of(label)})" for sample_id, label in each.culprits),),
+        ]
         for each in find_pairs(report, limit)
     ]
-    return _to_table(intro, ("label", "prediction", "mistakes", "typical harmful samples (given label)"), rows)
+    return _to_table(intro, PAIR_HEADS, rows)
 
 
 def _details(
@@ -142,42 +142,45 @@ def _details(
         ]
         doubts = report.flagged_among([sample.sample_id for sample in query.harmful])
         rows = [
-            (
-                title,
-                str(sample.sample_id),
-                report.name_of(sample.label),
+            [
+                (title,),
+                (str(sample.sample_id),),
+                (report.name_of(sample.label),),
                 _marks(report, sample, doubts.get(sample.sample_id)),
-                score_text(sample.score),
-                _words_of(train_exhibits.get(sample.sample_id), exhibit, scale),
-            )
+                (score_text(sample.score),),
+                _lines_of(train_exhibits.get(sample.sample_id), exhibit, scale),
+            ]
             for title, sample in samples
         ]
-        heads = ("", "training sample", "label", "", "score", "differs in" if exhibit.text is None else "text")
+        heads = (*DETAIL_HEADS, "differs in" if exhibit.text is None else "text")
         probability = "" if query.probability is None else f" ({query.probability:.0%})"
         name = "" if query.sample_id is None else f", validation sample {query.sample_id}"
         doubt = "; **this validation label may be wrong**" if query.label_looks_wrong else ""
         title = f"**{_escape(report.name_of(query.label))} -> {_escape(report.name_of(query.prediction))}**"
-        yield _to_table(f"{title}{probability}{name}{doubt}\n\n{_escape(_words_of(exhibit))}", heads, rows)
+        content = cut(exhibit.text) if exhibit.text is not None else ", ".join(_lines_of(exhibit))
+        yield _to_table(f"{title}{probability}{name}{doubt}\n\n{_escape(content)}", heads, rows)
 
 
-def _marks(report: Report, sample: InfluentialSample, suspect: Suspect | None) -> str:
-    marks = ["the wrong prediction"] if sample.label_is_prediction else []
+def _marks(report: Report, sample: InfluentialSample, suspect: Suspect | None) -> Lines:
+    marks = ["wrong prediction"] if sample.label_is_prediction else []
     if suspect is not None:
         marks.append(doubted_label(report, suspect))
-    return ", ".join(marks)
+    return tuple(marks)
 
 
-def _words_of(exhibit: Exhibit | None, query: Exhibit | None = None, scale: ValueScale | None = None) -> str:
-    """A sample in words: its text, its first values, or those that differ from the query's."""
+def _lines_of(exhibit: Exhibit | None, query: Exhibit | None = None, scale: ValueScale | None = None) -> Lines:
+    """A sample in lines: its text, its first values, or those that differ from the query's."""
     if exhibit is None:
-        return ""
+        return ()
     if exhibit.text is not None:
-        return exhibit.text if len(exhibit.text) <= MAX_TEXT else exhibit.text[:MAX_TEXT] + "…"
+        text = cut(exhibit.text)
+        is_wide = any(unicodedata.east_asian_width(character) in "WF" for character in text)
+        return tuple(textwrap.wrap(text, LINE_LENGTH // 2 if is_wide else LINE_LENGTH))
     if exhibit.values is None:
-        return ""
+        return ()
     if query is None or query.values is None or scale is None:
         shown = [f"{name} {value:.4g}" for name, value in exhibit.values[:MAX_VALUES]]
-        return ", ".join([*shown, *_rest(len(exhibit.values))])
+        return (*shown, *_rest(len(exhibit.values)))
     flags = scale.differing(exhibit.values, query.values)
     differing = [
         (abs(value - own) / (width or 1.0), f"{name} {value:.4g} (not {own:.4g})")
@@ -187,49 +190,42 @@ def _words_of(exhibit: Exhibit | None, query: Exhibit | None = None, scale: Valu
         if differs
     ]
     differing.sort(key=lambda each: -each[0])
-    return ", ".join([*(words for _, words in differing[:MAX_VALUES]), *_rest(len(differing))]) or "nothing much"
+    return (*(words for _, words in differing[:MAX_VALUES]), *_rest(len(differing))) or ("nothing much",)
 
 
 def _rest(number: int) -> list[str]:
     return [f"and {number - MAX_VALUES} more"] if number > MAX_VALUES else []
 
 
-def _suspect_cells(report: Report, rank: int, suspect: Suspect) -> tuple[str, ...]:
-    times = times_flagged(suspect)
-    return (
-        str(rank),
-        str(suspect.sample_id),
-        report.name_of(suspect.label),
-        "" if suspect.suggested_label is None else report.name_of(suspect.suggested_label),
-        _to_percentage(suspect.probability),
-        score_text(suspect.score),
-        ("yes" if suspect.flagged else "") + (f" ({times})" if times else ""),
-    )
+def _suspect_cells(report: Report, rank: int, suspect: Suspect) -> list[Lines]:
+    times, suggested = times_flagged(suspect), suggested_label(report, suspect)
+    return [
+        (str(rank),),
+        (str(suspect.sample_id),),
+        (report.name_of(suspect.label),),
+        (f"{suggested} ({percent(suspect.probability)})" if suggested and suspect.probability else suggested,),
+        (score_text(suspect.score),),
+        (("yes" if suspect.flagged else "") + (f" ({times})" if times else ""),),
+    ]
 
 
-def _mistake_cells(report: Report, query: QueryReport) -> tuple[str, ...]:
-    return (
-        "" if query.sample_id is None else str(query.sample_id),
-        report.name_of(query.label),
-        report.name_of(query.prediction),
-        _to_percentage(query.probability),
-        score_text(query.loss),
-        "yes" if query.label_looks_wrong else "",
+def _mistake_cells(report: Report, query: QueryReport) -> list[Lines]:
+    return [
+        () if query.sample_id is None else (str(query.sample_id),),
+        (report.name_of(query.label), *(["may be wrong"] if query.label_looks_wrong else [])),
+        (report.name_of(query.prediction), *([] if query.probability is None else [percent(query.probability)])),
+        (score_text(query.loss),),
         _to_list(report, query.harmful),
         _to_list(report, query.look_alikes),
-    )
+    ]
 
 
-def _to_list(report: Report, samples: Sequence[InfluentialSample]) -> str:
-    return ", ".join(f"{sample.sample_id} ({report.name_of(sample.label)})" for sample in samples[:SAMPLES_PER_CELL])
+def _to_list(report: Report, samples: Sequence[InfluentialSample]) -> Lines:
+    return tuple(f"{sample.sample_id} ({report.name_of(sample.label)})" for sample in samples[:SAMPLES_PER_CELL])
 
 
-def _to_percentage(probability: float | None) -> str:
-    return "" if probability is None else f"{probability:.0%}"
-
-
-def _to_table(intro: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ("---",) * len(columns), *([_escape(cell) for cell in row] for row in rows)]
+def _to_table(intro: str, columns: Sequence[str], rows: Sequence[Sequence[Lines]]) -> str:
+    lines = [columns, ("---",) * len(columns), *(["<br>".join(map(_escape, cell)) for cell in row] for row in rows)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{intro}\n\n{table}\n"
 

@@ -124,7 +124,7 @@ def test_texts_become_tables(tmp_path):
     markdown = read_back.Tensors("gradsim/mistakes/text_summary")[0].tensor_proto.string_val[0].decode()
     text = f"&lt;script&gt;{query.harmful[0].sample_id}&lt;/script&gt; a &#124; b 日本 🚀"
     shown = text.replace("&lt;", "&#60;").replace("&gt;", "&#62;")
-    assert f"{shown} |" in markdown
+    assert f"{shown} |" in markdown.replace("<br>", " ")
     page = (directory / "gradsim" / "report.html").read_text(encoding="utf-8")
     assert text.replace("&#124;", "|").replace("b 日", "b\n日") in page
     assert not (directory / "gradsim" / "mistakes.png").exists()

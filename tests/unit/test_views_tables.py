@@ -10,7 +10,14 @@ import torch
 from lightning_gradsim.records import InfluentialSample, QueryReport
 from lightning_gradsim.report import Report
 from lightning_gradsim.suspects import SuspectTable
-from lightning_gradsim.views.tables import MISTAKE_HEADS, SUSPECT_HEADS, mistakes_markdown, suspects_markdown
+from lightning_gradsim.views.exhibits import Exhibit
+from lightning_gradsim.views.tables import (
+    LINE_LENGTH,
+    MISTAKE_HEADS,
+    SUSPECT_HEADS,
+    mistakes_markdown,
+    suspects_markdown,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of the html5lib inside TensorBoard
@@ -52,6 +59,8 @@ class Cells(HTMLParser):
         if tag in {"td", "th"}:
             self.rows[-1].append("")
             self.inside = True
+        if tag == "br":
+            self.rows[-1][-1] += "\n"
 
     def handle_endtag(self, tag):
         self.inside = self.inside and tag not in {"td", "th"}
@@ -64,7 +73,7 @@ class Cells(HTMLParser):
 def render(markdown):
     parser = Cells()
     parser.feed(markdown_to_safe_html(markdown))
-    assert set(parser.tags) <= {"p", "table", "thead", "tbody", "tr", "th", "td"}
+    assert set(parser.tags) <= {"p", "table", "thead", "tbody", "tr", "th", "td", "br", "strong"}
     return parser.rows
 
 
@@ -103,7 +112,7 @@ def make_report(names=("cat", "dog"), num_suspects=3, classes=True):
 def test_names_survive_the_renderer(name):
     report = make_report(names=(name, "dog"))
     assert render(suspects_markdown(report))[1][2] == name
-    assert render(mistakes_markdown(report))[1][1] == name
+    assert render(mistakes_markdown(report))[1][1] == f"{name}\nmay be wrong"
 
 
 @pytest.mark.parametrize(
@@ -123,8 +132,8 @@ def test_suspects():
     )
     assert render(markdown) == [
         list(SUSPECT_HEADS),
-        ["1", "40", "cat", "dog", "88%", "3.00", "yes"],
-        ["2", "41", "cat", "dog", "88%", "2.00", "yes"],
+        ["1", "40", "cat", "dog (88%)", "3.00", "yes"],
+        ["2", "41", "cat", "dog (88%)", "2.00", "yes"],
     ]
 
 
@@ -135,14 +144,14 @@ def test_where_none_is_flagged_the_table_says_so():
 
 
 def test_suspects_without_classes():
-    assert render(suspects_markdown(make_report(names=None, classes=False)))[3] == ["3", "42", "0", "", "", "1.00", ""]
+    assert render(suspects_markdown(make_report(names=None, classes=False)))[3] == ["3", "42", "0", "", "1.00", ""]
 
 
 def test_mistakes():
     markdown = mistakes_markdown(make_report())
     assert markdown.startswith("Mistakes on the validation data, 1 shown")
-    harmful = "0 (dog), 1 (dog), 2 (dog), 3 (dog)"
-    assert render(markdown) == [list(MISTAKE_HEADS), ["7", "cat", "dog", "50%", "2.25", "yes", harmful, ""]]
+    harmful = "0 (dog)\n1 (dog)\n2 (dog)\n3 (dog)"
+    assert render(markdown) == [list(MISTAKE_HEADS), ["7", "cat\nmay be wrong", "dog\n50%", "2.25", harmful, ""]]
 
 
 def test_mistakes_limit_and_unknown_values():
@@ -150,7 +159,39 @@ def test_mistakes_limit_and_unknown_values():
     query = replace(report.queries[0], sample_id=None, probability=None, label=0.25, prediction=1.5)
     rows = render(mistakes_markdown(replace(report, queries=(query,) * 5), limit=2))
     assert len(rows) == 3
-    assert rows[1][:4] == ["", "0.25", "1.5", ""]
+    assert rows[1][:3] == ["", "0.25\nmay be wrong", "1.5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "longest"),
+    [
+        ("a word after another " * 9, LINE_LENGTH),
+        ("https://example.com/" + "x" * 200, LINE_LENGTH),
+        ("\u65e5\u672c\u8a9e" * 40, LINE_LENGTH // 2),
+        ("\u05e9\u05dc\u05d5\u05dd " * 30, LINE_LENGTH),
+    ],
+    ids=["words", "no spaces", "wide letters", "right to left"],
+)
+def test_texts_are_broken_so_that_short_columns_are_not(text, longest):
+    report, exhibit = make_report(), Exhibit(text=text)
+    exhibits = dict.fromkeys(range(50), exhibit)
+    suspect = render(suspects_markdown(report, exhibits))[1][-1]
+    mistake = render(mistakes_markdown(report, [exhibit], exhibits))[3][-1]
+    for said in (suspect, mistake):
+        assert "".join(said.split()) == "".join(text.split())
+        assert LINE_LENGTH // 4 < max(map(len, said.splitlines())) <= longest
+
+
+def test_numbers_that_differ_have_a_line_each():
+    own = Exhibit(values=(("age", 20.0), ("height", 1.5), ("weight", 60.0)))
+    other = Exhibit(values=(("age", 60.0), ("height", 1.5), ("weight", 80.0)))
+    markdown = mistakes_markdown(make_report(), [own], dict.fromkeys(range(8), other))
+    assert "age 20, height 1.5, weight 60" in markdown
+    assert render(markdown)[3][3:] == [
+        "wrong prediction",
+        "\u22121.00",
+        "age 60 (not 20)\nweight 80 (not 60)",
+    ]
 
 
 def test_nothing_to_show():
