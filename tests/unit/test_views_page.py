@@ -15,7 +15,12 @@ from lightning_gradsim.views.page import review_hints
 from tests.unit.test_views_gallery import make_suspects
 from tests.unit.test_views_panel import make_query, make_report
 
-NASTY = ("<script>alert(1)</script>", "a|b\n\"c\" & 'd'", "שלום 日本語 🚀 e\u0301")
+NASTY = (
+    "<script>alert(1)</script>",
+    "a|b\n\"c\" & 'd'",
+    "שלום 日本語 🚀 e\u0301",
+    "</td></table><style>*{display:none}",
+)
 VOID = {"meta", "link", "br", "img"}
 
 

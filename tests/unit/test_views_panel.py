@@ -450,6 +450,9 @@ def test_boxes_and_pictures_lie_on_even_coordinates(boxes, report, shape):
         ("\udc80", "class 1"),
         ("  ", "class 1"),
         ("3\u20135 years", "3-5 years"),
+        ("שלום", "class 1"),
+        ("a|b", "a|b"),
+        ("<b>&amp;", "<b>&amp;"),
     ],
 )
 def test_names_that_the_font_lacks(texts, name, expected):

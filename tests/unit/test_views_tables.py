@@ -39,6 +39,10 @@ NASTY = [
     "- item",
     "1. item",
     "日本語 é",
+    "שלום עולם, abc",
+    "🚀 👩‍🔬",
+    "</td></tr></table>",
+    "<!-- -->",
     "$x^2$",
     "http://x.y/z",
     "me@x.org",
@@ -113,6 +117,14 @@ def test_names_survive_the_renderer(name):
     report = make_report(names=(name, "dog"))
     assert render(suspects_markdown(report))[1][2] == name
     assert render(mistakes_markdown(report))[1][1] == f"{name}\nmay be wrong"
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_texts_survive_the_renderer(text):
+    exhibit = Exhibit(text=text)
+    markdown = mistakes_markdown(make_report(), [exhibit], {0: exhibit})
+    assert render(markdown)[3][-1].split() == text.split()
+    assert render(suspects_markdown(make_report(), {40: exhibit}))[1][-1].split() == text.split()
 
 
 @pytest.mark.parametrize(
