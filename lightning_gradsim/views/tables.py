@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from lightning_gradsim.views.values import ValueScale, make_scale
 
 # As HTML entities these stay text in every Markdown dialect; backslash escapes differ between dialects inside tables.
 _MARKUP = {ord(character): f"&#{ord(character)};" for character in "\\`*_[]{}<>&|~!#$^:@"}
+# A paragraph that begins like this is a list.
+_LIST_MARK = re.compile(r"^(\d*)([-+.)])(?=\s)")
 # Control characters, lone surrogates (TensorBoard's UTF-8 refuses them), line and paragraph separators.
 _INVISIBLE = frozenset({"Cc", "Cs", "Zl", "Zp"})
 SAMPLES_PER_CELL = 4
@@ -233,4 +236,5 @@ def _to_table(intro: str, columns: Sequence[str], rows: Sequence[Sequence[Lines]
 def _escape(text: str) -> str:
     """One line that Markdown shows as it is; what no viewer can show becomes a space."""
     visible = [" " if unicodedata.category(character) in _INVISIBLE else character for character in text]
-    return " ".join("".join(visible).split()).translate(_MARKUP)
+    line = " ".join("".join(visible).split()).translate(_MARKUP)
+    return _LIST_MARK.sub(lambda mark: f"{mark[1]}&#{ord(mark[2])};", line)
