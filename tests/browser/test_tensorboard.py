@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from contextlib import contextmanager
 
@@ -27,6 +28,7 @@ FLAGS = (
     "--disable-component-update --disable-sync --hide-scrollbars"
 )
 SERVER_SECONDS, BROWSER_SECONDS = 60, 120
+STEPS = [60, 120]
 
 pytestmark = [
     pytest.mark.browser,
@@ -49,7 +51,7 @@ def log_directory(tmp_path_factory):
     loaders = DataLoader(train, batch_size=20), DataLoader(val, batch_size=50)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    fit(root, gradsim, module, *loaders, max_epochs=6, check_val_every_n_epoch=6, num_sanity_val_steps=0)
+    fit(root, gradsim, module, *loaders, max_epochs=6, check_val_every_n_epoch=3, num_sanity_val_steps=0)
     torch.set_num_threads(threads)
     shown = gradsim.report.queries[:6]
     assert any(sample.label_is_prediction for query in shown for sample in query.harmful[:4])
@@ -112,24 +114,82 @@ def screenshot(url, path, profile):
         return np.asarray(image.convert("RGB"))
 
 
-def test_the_panel_in_a_real_tensorboard(log_directory, tmp_path):
-    with tensorboard(log_directory, tmp_path / "server.log") as (url, process):
-        tags = f"{url}data/plugin/images/tags"
-        runs = wait_for(lambda: json.loads(fetch(tags) or "{}"), "the image tags", process)
-        (run,) = runs.values()
-        assert set(run) == {"gradsim/mistakes", "gradsim/suspects", "gradsim/class_pairs"}
-        texts = wait_for(lambda: json.loads(fetch(f"{url}data/plugin/text/tags") or "{}"), "the texts", process)
-        assert {f"gradsim/{name}/text_summary" for name in ("mistakes", "suspects", "class_pairs")} <= set(
-            next(iter(texts.values()))
-        )
-        scalars = wait_for(lambda: json.loads(fetch(f"{url}data/plugin/scalars/tags") or "{}"), "the scalars", process)
-        (run,) = scalars.values()
-        names = ("errors", "suspects_flagged", "overhead_seconds", "overhead_share")
-        assert {f"gradsim/{name}" for name in names} <= set(run)
-        pixels = screenshot(f"{url}#images", tmp_path / "images.png", tmp_path / "profile")
+@pytest.fixture(scope="module")
+def server(log_directory, tmp_path_factory):
+    """The address of a server that has read everything, and its only run."""
+    folder = tmp_path_factory.mktemp("server")
+    with tensorboard(log_directory, folder / "server.log") as (url, process):
+        runs = wait_for(lambda: json.loads(fetch(f"{url}data/plugin/images/tags") or "{}"), "the image tags", process)
+        (run,) = runs
+        yield url, run
+
+
+@pytest.fixture
+def open_dashboard(server):
+    """Opens a dashboard in a browser."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+
+        def open_dashboard(name):
+            page = browser.new_page(viewport={"width": 1400, "height": 1600})
+            page.set_default_timeout(SERVER_SECONDS * 1000)
+            page.goto(f"{server[0]}#{name}")
+            return page
+
+        yield open_dashboard
+        browser.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "tags"),
+    [
+        ("images", "images", ["mistakes", "suspects", "class_pairs"]),
+        ("text", "text", [f"{name}/text_summary" for name in ("mistakes", "suspects", "class_pairs")]),
+        ("scalars", "scalars", ["errors", "suspects_flagged", "overhead_seconds", "overhead_share"]),
+    ],
+)
+def test_tags_and_steps(server, kind, content, tags):
+    url, run = server
+    there = json.loads(fetch(f"{url}data/plugin/{kind}/tags"))[run]
+    for tag in (f"gradsim/{name}" for name in tags):
+        assert tag in there
+        query = urllib.parse.urlencode({"run": run, "tag": tag, "sample": 0})
+        found = json.loads(fetch(f"{url}data/plugin/{kind}/{content}?{query}"))
+        steps = [each[1] if isinstance(each, list) else each["step"] for each in found]
+        assert steps == STEPS, tag
+
+
+def test_the_panel_in_the_images_dashboard(server, tmp_path):
+    pixels = screenshot(f"{server[0]}#images", tmp_path / "images.png", tmp_path / "profile")
     assert pixels.shape == (1600, 1400, 3)
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100  # not a blank page, not an error message
     marked = (np.abs(pixels.astype(int) - np.array(MARK)[:3]) <= 8).all(2)
     assert marked.sum() > 200
     left, right = np.nonzero(marked.any(0))[0][[0, -1]]
     assert right - left < 400  # all of it in one card
+
+
+def test_tables_in_the_text_dashboard(open_dashboard):
+    page = open_dashboard("text")
+    page.get_by_text(f"step {STEPS[-1]}").first.wait_for()
+    for tag in ("class_pairs", "mistakes", "suspects"):
+        page.get_by_text(f"gradsim/{tag}/text_summary", exact=True).first.wait_for()
+    heads = page.locator("th", has_text=re.compile("^(prediction|loss|harmful|mistakes|suggested|flagged)$"))
+    heads.last.wait_for()
+    lines = heads.evaluate_all(
+        """heads => heads.map(head => {
+            const range = document.createRange();
+            range.selectNodeContents(head);
+            return range.getClientRects().length;
+        })"""
+    )
+    assert len(lines) >= 6
+    assert set(lines) == {1}, "words are whole"
+
+
+def test_numbers_in_the_scalars_dashboard(open_dashboard):
+    page = open_dashboard("scalars")
+    for tag in ("errors", "suspects_flagged", "overhead_share"):
+        page.get_by_text(f"gradsim/{tag}", exact=True).first.wait_for()
+    assert page.locator("tf-scalar-card, vz-line-chart2, tf-line-chart-data-loader").count() >= 3

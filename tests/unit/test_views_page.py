@@ -11,6 +11,7 @@ from lightning_gradsim.history import FollowedQuery, TrendPoint
 from lightning_gradsim.records import ErrorPair, Histogram, InfluentialSample
 from lightning_gradsim.suspects import SuspectTable
 from lightning_gradsim.views import Exhibit, report_page, to_rgb
+from lightning_gradsim.views.canvas import DOUBT, FRAME, INK, MARK, MUTED
 from lightning_gradsim.views.page import review_hints
 from tests.unit.test_views_gallery import make_suspects
 from tests.unit.test_views_panel import make_query, make_report
@@ -102,6 +103,12 @@ def test_in_how_many_reports_suspects_were_flagged():
     assert "flagged in 4 of 6 reports" in text
     assert "flagged in reports" in text
     assert "reports" not in Reader(make_page(make_report(make_query(), suspects=make_suspects()))).text
+
+
+def test_colours_are_those_of_the_pictures():
+    page = make_page(make_report(make_query()))
+    for name, colour in {"mark": MARK, "doubt": DOUBT, "ink": INK, "muted": MUTED, "frame": FRAME}.items():
+        assert f"--{name}: #{bytes(colour).hex()}" in page
 
 
 def test_marks_of_tiles():

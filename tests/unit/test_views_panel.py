@@ -485,11 +485,14 @@ def test_contrast_with_the_paper(colour, contrast):
     assert (luminance(PAPER) + 0.05) / (luminance(colour) + 0.05) >= contrast
 
 
+COLOURS = (MARK, DOUBT, FRAME, INK, PAPER)
+
+
 def test_marks_stay_apart_without_green_receptors():
-    # Machado, Oliveira and Fernandes (2009), table 1, deuteranomaly of severity 1.0.
+    # Machado, Oliveira and Fernandes (2009), table 1, deuteranomaly of severity 1.0: of linear light.
     deuteranopia = np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]])
-    seen = [deuteranopia @ np.array(colour) for colour in (MARK, DOUBT, FRAME)]
-    assert min(np.linalg.norm(a - b) for a, b in zip(seen, [*seen[1:], seen[0]], strict=True)) > 60
+    seen = [255 * (deuteranopia @ (np.array(colour) / 255) ** 2.2).clip(0, 1) ** (1 / 2.2) for colour in COLOURS]
+    assert min(np.linalg.norm(one - other) for one, other in combinations(seen, 2)) > 60
 
 
 @pytest.mark.parametrize("bold", [False, True])
