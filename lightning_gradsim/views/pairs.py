@@ -124,7 +124,7 @@ def class_pairs_picture(report: Report) -> Pixels:
         uint8 ``[H, 700, 3]``.
     """
     matrix, pairs = make_matrix(report), find_pairs(report)
-    caption = wrap_text(to_plain_text(_caption(report, matrix)), BODY, CONTENT, max_lines=4)
+    caption = wrap_text(to_plain_text(_caption(report, matrix)), BODY, CONTENT, max_lines=3)
     top = 44 + LINE * len(caption) + 12
     canvas = Canvas(WIDTH, top + ROW * (1 + len(matrix.classes)) + 24 + PAIR_ROW * len(pairs) + 20)
     canvas.text(MARGIN, 34, "which labels are taken for which", TITLE, bold=True)
@@ -138,7 +138,7 @@ def class_pairs_picture(report: Report) -> Pixels:
 def _caption(report: Report, matrix: PairMatrix) -> str:
     left_out = f" · {matrix.num_left_out:,} mistakes among other classes" if matrix.num_left_out else ""
     told = f"{report.when_in_words} · {report.errors_in_words}{left_out}"
-    return f"{told} · rows: given label, columns: predicted · harmful samples by given label"
+    return f"{told} · rows: given label, columns: predicted label"
 
 
 def _culprits(queries: Iterable[QueryReport]) -> tuple[tuple[int, Label], ...]:
@@ -212,7 +212,7 @@ def _culprits_in_words(report: Report, culprits: Sequence[tuple[int, Label]]) ->
     ids: dict[str, list[str]] = {}
     for sample_id, label in culprits:
         ids.setdefault(fit_text(label_text(report, label), BODY, CONTENT / 3), []).append(f"#{sample_id}")
-    words = f"harmful: {', '.join(' '.join([label, *names]) for label, names in ids.items())}"
+    words = "harmful, labelled " + "; ".join(f"{label}: {' '.join(names)}" for label, names in ids.items())
     if len(culprits) > 1 and measure_text(words, BODY) > CONTENT:
         return _culprits_in_words(report, culprits[:-1])
     return words
