@@ -162,26 +162,35 @@ class History:
             return None
         return float(torch.isin(top, before).double().mean())
 
-    def count_flagged(self, sample_ids: Tensor, flagged: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Count the reports of the run in which training samples were flagged, with this one.
+    def count_flagged(self, sample_ids: Tensor, flagged: Tensor) -> None:
+        """Count a report in which training samples were judged.
 
         Args:
-            sample_ids: The samples that this report judges, int64 ``[N]``, each once.
+            sample_ids: The samples that it judges, int64 ``[N]``, each once. Nothing is counted for ids beyond
+                ``MAX_COUNTED``.
             flagged: Which of them it flags, bool ``[N]``.
-
-        Returns:
-            How many reports have flagged each, and how many have judged it, int16 ``[N]``; ``None`` where there are no
-            samples, or ids beyond ``MAX_COUNTED``.
         """
         length = int(sample_ids.max()) + 1 if len(sample_ids) else 0
         if not 0 < length <= MAX_COUNTED:
-            return None
+            return
         counts = torch.zeros(max(length, len(self._counts)), 2, dtype=torch.int16)
         counts[: len(self._counts)] = self._counts
         more = torch.stack([flagged, torch.ones_like(flagged)], dim=1)
         counts[sample_ids] = (counts[sample_ids].int() + more).clamp(max=torch.iinfo(torch.int16).max).short()
         self._counts = counts
-        num_flagged, num_judged = counts[sample_ids].unbind(1)
+
+    def flag_counts(self, sample_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """In how many reports of the run training samples were flagged, and in how many they were judged.
+
+        Args:
+            sample_ids: The samples, int64 ``[N]``.
+
+        Returns:
+            Both, int16 ``[N]``; ``None`` where there are no samples, or any has not been counted.
+        """
+        if not len(sample_ids) or int(sample_ids.max()) >= len(self._counts):
+            return None
+        num_flagged, num_judged = self._counts[sample_ids].unbind(1)
         return num_flagged, num_judged
 
     def add(self, point: TrendPoint) -> None:

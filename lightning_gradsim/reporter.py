@@ -257,10 +257,8 @@ class Reporter:
         history.follow(
             [(key, query.label, query.prediction) for key, query in shown[: self._settings.presentation.num_shown]]
         )
-        suspects = report.suspects
-        counts = history.count_flagged(suspects.sample_ids, suspects.flagged)
-        if counts is not None:
-            report = replace(report, suspects=replace(suspects, reports_flagged=counts[0], reports_judged=counts[1]))
+        history.count_flagged(report.suspects.sample_ids, report.suspects.flagged)
+        report = self.with_flag_counts(report)
         harmful = [sample.label_is_prediction for query in report.queries for sample in query.harmful]
         point = TrendPoint(
             report.epoch,
@@ -276,6 +274,14 @@ class Reporter:
             for key, query in zip(keys, report.queries, strict=True)
         )
         return replace(report, queries=queries, trends=history.points, followed=history.followed)
+
+    def with_flag_counts(self, report: Report) -> Report:
+        """The report with what the reports of the run have said of its suspects; itself where they are not counted."""
+        suspects = report.suspects
+        counts = self._history.flag_counts(suspects.sample_ids)
+        if counts is None:
+            return report
+        return replace(report, suspects=replace(suspects, reports_flagged=counts[0], reports_judged=counts[1]))
 
     def state_dict(self) -> dict[str, Any]:
         """What later reports of the run need of earlier ones, plain values and tensors."""

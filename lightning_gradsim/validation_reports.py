@@ -211,8 +211,10 @@ class ValidationReports:
                 seconds=self._clock.validation_seconds,
                 time_share=self._clock.share,
             )
-            if trainer.state.fn == "fit":
-                report = self._reporter.with_history(report, selection)
+            in_run = trainer.state.fn == "fit"
+            report = (
+                self._reporter.with_history(report, selection) if in_run else self._reporter.with_flag_counts(report)
+            )
             self.latest = report
             self.num_read += min(part.reached for part in parts)
             self.last_step, self.num_passed_over = self._moment.step, 0

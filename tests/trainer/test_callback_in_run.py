@@ -132,7 +132,7 @@ def test_a_suspect_in_words_and_rows(tmp_path):
     row = read(gradsim).suspects.to_rows(1)[0]
     assert (row["visits"], row["knn"]) == (5, suspect.parts["knn"])
     [path] = tmp_path.glob("**/suspects.csv")
-    assert path.read_text().splitlines()[0].endswith(",flagged,log_margin,knn,trusted,visits")
+    assert path.read_text().splitlines()[0].endswith(",visits,reports_flagged,reports_judged")
 
 
 def test_harmful_samples_that_are_suspects_are_marked(tmp_path):

@@ -71,7 +71,7 @@ class Surroundings(Callback):
 
 
 def read_files(folder: Path) -> dict[str, Any]:
-    """Content by name, less what depends on the clock and on how the fault was planted."""
+    """Content by name, less what depends on the clock, on how the fault was planted, and on earlier reports."""
     if not folder.is_dir():
         return {}
     found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "errors.log"}
@@ -79,6 +79,10 @@ def read_files(folder: Path) -> dict[str, Any]:
         report = json.loads(found["report.json"])
         changing = {"seconds", "time_share", "settings", "trends", "followed"}
         found["report.json"] = {key: value for key, value in report.items() if key not in changing}
+        for suspect in found["report.json"]["suspects"]:
+            del suspect["reports_flagged"], suspect["reports_judged"]
+    if "suspects.csv" in found:  # the same two columns come last
+        found["suspects.csv"] = [line.rsplit(b",", 2)[0] for line in found["suspects.csv"].splitlines()]
     if "report.html" in found:
         found["report.html"] = found["report.html"].rstrip().endswith(b"</html>")
         assert found["report.html"]

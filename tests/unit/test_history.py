@@ -115,15 +115,14 @@ def test_points_are_thinned(monkeypatch):
 def test_in_how_many_reports_samples_were_flagged():
     past = History()
     for ids, flagged in (([4, 1, 2], [1, 0, 1]), ([2, 7], [1, 1]), ([4, 1, 2, 7], [1, 0, 0, 0])):
-        found = past.count_flagged(torch.tensor(ids), torch.tensor(flagged, dtype=torch.bool))
-    assert [each.tolist() for each in found] == [[2, 0, 2, 1], [2, 2, 3, 2]]
+        past.count_flagged(torch.tensor(ids), torch.tensor(flagged, dtype=torch.bool))
+    assert [each.tolist() for each in past.flag_counts(torch.tensor([4, 1, 2, 7]))] == [[2, 0, 2, 1], [2, 2, 3, 2]]
     again = History()
     again.load_state_dict(past.state_dict())
     again.count_flagged(torch.tensor([7]), torch.tensor([True]))
-    assert [each.tolist() for each in again.count_flagged(torch.tensor([7, 0]), torch.tensor([True, True]))] == [
-        [3, 1],
-        [4, 1],
-    ]
+    again.count_flagged(torch.tensor([7, 0]), torch.tensor([True, True]))
+    assert [each.tolist() for each in again.flag_counts(torch.tensor([7, 0]))] == [[3, 1], [4, 1]]
+    assert again.flag_counts(torch.tensor([7, 8])) is None, "8 has not been counted"
 
 
 def test_counting_flags_takes_four_bytes_a_sample_and_stops_at_its_limits(monkeypatch):
@@ -132,17 +131,21 @@ def test_counting_flags_takes_four_bytes_a_sample_and_stops_at_its_limits(monkey
     counts = past.state_dict()["counts"]
     assert counts.numel() * counts.element_size() == 4 * 1000
     past.load_state_dict({**past.state_dict(), "counts": torch.full((1000, 2), 32767, dtype=torch.int16)})
-    num_flagged, num_judged = past.count_flagged(ids, ids < 500)
+    past.count_flagged(ids, ids < 500)
+    num_flagged, num_judged = past.flag_counts(ids)
     assert num_flagged.min() == num_judged.min() == 32767, "no wrap to negative numbers"
+    assert past.flag_counts(ids[:0]) is None
     monkeypatch.setattr(history, "MAX_COUNTED", 999)
-    assert past.count_flagged(ids, ids < 500) is None
-    assert past.count_flagged(ids[:0], ids[:0] < 1) is None
+    past = History()
+    past.count_flagged(ids, ids < 500)
+    assert past.flag_counts(ids) is None
 
 
 def test_a_state_without_counts_begins_at_zero():
     past = History()
     past.load_state_dict({name: value for name, value in History().state_dict().items() if name != "counts"})
-    assert [each.tolist() for each in past.count_flagged(torch.tensor([1]), torch.tensor([True]))] == [[1], [1]]
+    past.count_flagged(torch.tensor([1]), torch.tensor([True]))
+    assert [each.tolist() for each in past.flag_counts(torch.tensor([1]))] == [[1], [1]]
 
 
 def test_the_state_is_plain_and_goes_on():
