@@ -240,5 +240,5 @@ def test_the_sink_of_the_page_on_reports(tmp_path, capsys):
     names = run_page("report.md", tmp_path, {"GradSimCallback": quick})
     fit(tmp_path, names["gradsim"])
     printed = capsys.readouterr().out
-    assert "| rank | training sample |" in printed
+    assert "| rank | sample | label |" in printed
     assert "'gradsim/errors':" in printed

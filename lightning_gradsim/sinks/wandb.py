@@ -49,7 +49,7 @@ class WandbSink:
         """Write histograms."""
         import wandb
 
-        self._log({tag: wandb.Histogram(values) for tag, values in histograms.items()}, step)
+        self._log({tag: wandb.Histogram(values.tolist()) for tag, values in histograms.items()}, step)
 
     def write_scalars(self, scalars: Mapping[str, float], step: int) -> None:
         """Write numbers."""
