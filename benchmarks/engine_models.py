@@ -5,6 +5,7 @@ Needs nothing but torch: the peers' environments import it, too.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +203,15 @@ class Work:
         chosen = self.parameters
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in chosen)
+
+    def exact(self) -> Work:
+        """The same in float64."""
+        work = copy.copy(self)
+        work.model = copy.deepcopy(self.model).double()
+        work.query_inputs, work.inputs = (
+            values.double() if values.is_floating_point() else values for values in (self.query_inputs, self.inputs)
+        )
+        return work
 
     def batches(self, batch_size: int, num_samples: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Batches of the first samples, or of all."""

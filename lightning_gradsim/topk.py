@@ -54,6 +54,10 @@ class TopK:
             scores = torch.cat([part for part, _ in self._waiting], dim=1)
             ids = torch.cat([part for _, part in self._waiting])
         self._waiting, self._num_waiting = [], 0
+        if self._scores is not None and self._scores.shape[1] == self._k:
+            # The longer the stream, the fewer samples enter any list; one that is not a number stays to be seen.
+            enters = (scores < self._scores[:, -1:]).all(0).logical_not_()
+            scores, ids = scores[:, enters], ids[enters]
         scores, columns = _largest_columns(scores, ids, self._k)
         candidates = ids[columns]
         if self._scores is not None and self._ids is not None:
@@ -165,13 +169,12 @@ def merge_largest(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tenso
 
 
 def _largest_columns(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    k = min(k, scores.shape[1])
-    values, columns = scores.topk(k, dim=1)
-    if k and bool(((scores >= values[:, -1:]).sum(1) > k).any()):
+    values, columns = scores.topk(min(k + 1, scores.shape[1]), dim=1)
+    if 0 < k < values.shape[1] and bool((values[:, k - 1] == values[:, k]).any()):
         # Equal scores on the edge: topk picks any of them, we want the smaller ids.
-        columns = _order(scores, ids.expand_as(scores))[:, :k]
+        columns = _order(scores, ids.expand_as(scores))
         values = scores.gather(1, columns)
-    return values, columns
+    return values[:, :k], columns[:, :k]
 
 
 def _order(scores: Tensor, ids: Tensor) -> Tensor:

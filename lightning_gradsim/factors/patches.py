@@ -12,8 +12,11 @@ from torch import Tensor
 
 from lightning_gradsim.factors.outer import Block, OuterFactors, block_length, fill_flat
 
-UNFOLD_POSITIONS = 24
+UNFOLD_POSITIONS = 64
 """Output pixels up to which patches are built: below, the convolution kernels are bound by their set-up."""
+UNFOLD_CHANNELS = 4
+"""Input channels up to which they are: the convolution kernels work on more of them at once. With channel groups they
+are not, as there would be a small product for every group of every sample."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,10 @@ class PatchFactors:
             or not torch.backends.mkldnn.is_available()
         ):
             return False
-        return self.num_positions > UNFOLD_POSITIONS and torch.Size(self.window.kernel).numel() > 1
+        if self.window.groups > 1:
+            return True
+        is_small = self.num_positions <= UNFOLD_POSITIONS or self.images.shape[1] <= UNFOLD_CHANNELS
+        return not is_small and torch.Size(self.window.kernel).numel() > 1
 
     def _convolved(self) -> Tensor:
         """Weight gradients ``[n, p]`` by a convolution with ``n g`` channel groups."""
@@ -216,16 +222,11 @@ SUMMED_ELEMENTS = 2**22
 
 def unfold(images: Tensor, window: Window) -> Tensor:
     """Patches ``[n, channels * kernel, t]``, the input features in the order of the layer's weight."""
+    # Views and one copy: torch's own `unfold` takes twice as long on the CPU, and knows two dimensions only.
     num_dims = len(window.kernel)
     if set(window.kernel) == {1} and not any(window.padding):
         steps = (slice(None), slice(None), *(slice(None, None, step) for step in window.stride))
         return images[steps].flatten(2)
-    if num_dims == 2:
-        return F.unfold(images, window.kernel, window.dilation, window.padding, window.stride)
-    if num_dims == 1:
-        return F.unfold(
-            images[:, :, None], (1, *window.kernel), (1, *window.dilation), (0, *window.padding), (1, *window.stride)
-        )
     patches = F.pad(images, [size for size in reversed(window.padding) for _ in range(2)])
     for dim, (size, step, dilation) in enumerate(zip(window.kernel, window.stride, window.dilation, strict=True), 2):
         patches = patches.unfold(dim, dilation * (size - 1) + 1, step)[..., ::dilation]

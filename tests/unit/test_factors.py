@@ -185,8 +185,10 @@ WINDOWS = [  # channels, outputs, pixels, window
     (2, 3, (9,), Window((3,), (1,), (1,), (2,), 1)),
     (2, 2, (3, 4, 3), Window((2, 2, 2), (1, 2, 1), (0, 1, 1), (1, 1, 1), 1)),
     (3, 4, (5, 5), Window((1, 1), (2, 2), (0, 0), (1, 1), 1)),
+    (4, 4, (3, 4), Window((1, 1), (1, 1), (1, 1), (1, 1), 2)),
+    (3, 6, (5, 4), Window((3, 2), (2, 1), (1, 0), (1, 2), 3)),
 ]
-windows = pytest.mark.parametrize("shape", WINDOWS, ids=["2d", "1d", "3d", "1x1"])
+windows = pytest.mark.parametrize("shape", WINDOWS, ids=["2d", "1d", "3d", "1x1", "grouped 1x1", "depthwise"])
 
 
 def convolution(shape, dtype=torch.float64, n=5, bias=True):
@@ -202,7 +204,8 @@ def convolution(shape, dtype=torch.float64, n=5, bias=True):
 @pytest.mark.parametrize("max_elements", [1, 50, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_convolutions_are_the_contraction_of_their_patches(shape, max_elements, dtype, monkeypatch):
-    monkeypatch.setattr(patches, "UNFOLD_POSITIONS", 0)  # float32 goes through a convolution by sample wherever it can
+    for limit in ("UNFOLD_POSITIONS", "UNFOLD_CHANNELS"):
+        monkeypatch.setattr(patches, limit, 0)  # float32 goes through a convolution by sample wherever it can
     factors = convolution(shape, dtype)
     expected = factors.outer.gradients
     weights, biases = expected[..., :-1].flatten(1), expected[..., -1].flatten(1)
