@@ -23,6 +23,11 @@ from lightning_gradsim.factors import (
     is_flat,
 )
 
+NUM_STRIPS = 4
+"""Strips that a symmetric matrix is computed in, each up to the diagonal: five eighths of the operations."""
+MIN_STRIP = 64
+"""Rows of a strip below which a smaller one saves nothing."""
+
 
 class Curvature:
     """Second moments of the per-sample gradients of some training samples, by layer.
@@ -112,7 +117,7 @@ class Curvature:
 
 
 class _Kronecker:
-    """Sums of the outer products of inputs ``[g, i, i]`` and of output gradients ``[g, o, o]``."""
+    """Sums of outer products, of inputs ``[g, i, i]`` and of output gradients ``[g, o, o]``: their lower triangles."""
 
     def __init__(self, like: OuterFactors | PatchFactors) -> None:
         groups, inputs, outputs, self._dtype = like.num_groups, like.num_inputs, like.num_outputs, _wide(like)
@@ -132,13 +137,11 @@ class _Kronecker:
             if int(number.sum()) < active.numel():
                 inputs = inputs * active
             weights = slice(0, inputs.shape[-1])
-            self._inputs[:, weights, weights] += _outer_products(inputs)
+            _add_outer_products(self._inputs[:, weights, weights], inputs)
             if part.bias:  # without a column of ones, which would copy the inputs
-                sums = inputs.sum((0, 1))
-                self._inputs[:, weights, -1] += sums
-                self._inputs[:, -1, weights] += sums
+                self._inputs[:, -1, weights] += inputs.sum((0, 1))
                 self._inputs[:, -1:, -1:] += number
-            self._grads += _outer_products(grads)
+            _add_outer_products(self._grads, grads)
             self._num_positions += number
 
     def solve(self, factors: Factors, num_samples: int, damping: float) -> OuterFactors:
@@ -151,13 +154,14 @@ class _Kronecker:
             gradients = torch.cat([part.unflatten(1, (groups, o, -1)) for part in parts], dim=-1)
             gradients = torch.cholesky_solve(torch.cholesky_solve(gradients, grads).mT, inputs).mT  # [m, g, o, i]
             return OuterFactors.from_gradients(gradients.split(i - self._bias, dim=-1))
-        samples = (factors.num_samples, factors.num_positions)
+        samples, rows = (-1, factors.num_positions), None if isinstance(factors, PatchFactors) else factors.rows
         solved_inputs = torch.cholesky_solve(_inputs(factors).mT.to(self._dtype), inputs).mT.unflatten(1, samples)
         solved_grads = torch.cholesky_solve(_rows(factors.output_grads).mT.to(self._dtype), grads).mT
         solved_grads = solved_grads.unflatten(1, samples)
         if factors.bias:
-            solved_inputs, solved_grads = _with_bias_of_one(solved_inputs, solved_grads)
-        return OuterFactors(solved_inputs.permute(1, 2, 0, 3), solved_grads.permute(1, 2, 0, 3), factors.bias)
+            solved_inputs, sizes = _with_bias_of_one(solved_inputs)
+            solved_grads *= sizes if rows is None else sizes[:, rows]
+        return OuterFactors(solved_inputs.permute(1, 2, 0, 3), solved_grads.permute(1, 2, 0, 3), factors.bias, rows)
 
 
 class _Diagonal:
@@ -203,15 +207,19 @@ def _rows(values: Tensor) -> Tensor:
     return values.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _outer_products(values: Tensor) -> Tensor:
-    """``[n, t, g, f]`` to their sum over ``n`` and ``t``, ``[g, f, f]``."""
-    if (
-        values.stride(1) == 1 < values.shape[1]
-    ):  # patches have their positions innermost: copied in runs, not one by one
-        columns = values.permute(2, 3, 0, 1).flatten(2)
-        return columns @ columns.mT
-    rows = _rows(values)
-    return rows.mT @ rows
+def _add_outer_products(total: Tensor, values: Tensor) -> None:
+    """Add those of ``[n, t, g, f]``, summed over ``n`` and ``t``, to the lower triangle of ``[g, f, f]``."""
+    if values.stride(1) == 1 < values.shape[1]:  # patches have their positions innermost: copied in runs, not singly
+        columns = values.permute(2, 3, 0, 1).flatten(2)  # [g, f, n t]
+        rows = columns.mT
+    else:
+        rows = _rows(values)
+        columns = rows.mT
+    size = total.shape[-1]
+    step = max(MIN_STRIP, -(-size // NUM_STRIPS))
+    for start in range(0, size, step):
+        strip = slice(start, min(start + step, size))
+        total[:, strip, : strip.stop] += columns[:, strip] @ rows[:, :, : strip.stop]
 
 
 def _inputs(factors: OuterFactors | PatchFactors) -> Tensor:
@@ -230,11 +238,11 @@ def _in_parts(factors: OuterFactors | PatchFactors, max_elements: int) -> Iterat
 
 
 def _damped_root(moments: Tensor, damping: float) -> Tensor:
-    """Cholesky factors of ``[g, f, f]``, damped by a share of the mean eigenvalue over all groups."""
-    mean = _positive(moments.diagonal(dim1=1, dim2=2).mean())
-    identity = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
+    """Cholesky factors of lower triangles ``[g, f, f]``, overwritten: damped by a share of all diagonals' mean."""
+    diagonal = moments.diagonal(dim1=1, dim2=2)
+    diagonal += damping * _positive(diagonal.mean())
     root: Tensor
-    root, info = torch.linalg.cholesky_ex(moments + damping * mean * identity)
+    root, info = torch.linalg.cholesky_ex(moments)
     if bool((info != 0).any()):
         raise GradSimError(f"its moments are singular under `damping={damping}`")
     return root
@@ -246,11 +254,11 @@ def _positive(mean: Tensor) -> Tensor:
     return mean
 
 
-def _with_bias_of_one(inputs: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs without the last one, which is made 1, as factors with a bias have it: its size goes to the gradients."""
+def _with_bias_of_one(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs divided by the last one, without it, as factors with a bias have them; and what they were divided by."""
     # An input of zero cannot be made 1: it counts as rounding of the others.
-    scale = inputs[..., -1:]
+    sizes = inputs[..., -1:]
     info = torch.finfo(inputs.dtype)
     least = (info.eps * inputs.abs().amax(-1, keepdim=True)).clamp(min=info.tiny)
-    scale = torch.where(scale.abs() < least, least, scale)
-    return inputs[..., :-1] / scale, grads * scale
+    sizes = torch.where(sizes.abs() < least, least, sizes)
+    return inputs[..., :-1] / sizes, sizes

@@ -20,13 +20,12 @@ from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec, check_layer_spec
 from lightning_gradsim.plan_record import Plan
 from lightning_gradsim.planner import make_plan
+from lightning_gradsim.query_curvature import gather_curvature, precondition
 from lightning_gradsim.query_side import (
     NUM_WITNESSES,
     QueryBatch,
     QueryRecords,
     QuerySide,
-    gather_curvature,
-    precondition,
     prepare_queries,
     query_reports,
 )
@@ -249,7 +248,10 @@ def score_shard(
         if (queries is not None or pairs is not None) and settings.similarity == "influence":
             curvature = gather_curvature(runner, curvature_batches)
             if queries is not None:
-                queries = precondition(queries, curvature, settings.damping, runner.memory_budget)
+                # In a sum, the last pass decides whose label is doubtful, and the passes before do not know.
+                doubt_all = isinstance(top, ScoreSums)
+                budget = runner.memory_budget
+                queries = precondition(queries, curvature, settings.damping, budget, doubt_all=doubt_all)
             if pairs is not None:
                 pairs.precondition(curvature, settings.damping)
         num_query_gradients = 0 if queries is None else queries.num_gradients

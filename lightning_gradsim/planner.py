@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.batch_runner import BatchRunner, ForwardContext
-from lightning_gradsim.factors import Factors, IndexedFactors, is_flat, product_cost
+from lightning_gradsim.factors import Factors, IndexedFactors, OuterFactors, count_inputs, is_flat, product_cost
 from lightning_gradsim.guard import evaluating
 from lightning_gradsim.layer_selection import LayerSpec, trainable_layers
 from lightning_gradsim.losses import LossFunction
@@ -42,7 +42,8 @@ def plan(
         batch: A training batch, on the module's device.
         layers: The choice of layers.
         num_queries: Queries of a pass.
-        similarity: As for ``GradSimCallback``; for ``"influence"``, preconditioned gradients are compared, too.
+        similarity: As for ``GradSimCallback``; for ``"influence"``, preconditioned gradients are compared, too. A pass
+            leaves out plain ones for predicted labels where the given label is not in doubt.
         teachers: Whether gradients for the queries' predicted labels are compared, too.
         memory_budget: Bytes that a pass may take; ``None`` for a share of the free memory.
         loss_fn: As for ``GradSimCallback``.
@@ -70,7 +71,7 @@ def plan(
         *_, last = islice(runner.run(batch, number), 2)
         runner.batch_size = number
         num_gradients = num_queries * (1 + teachers) * (2 if similarity == "influence" else 1)
-        result = make_plan(module, gradients, runner, last.factors, num_gradients)
+        result = make_plan(module, gradients, runner, last.factors, num_gradients, labels_per_query=1 + teachers)
     if show:
         print(result)  # noqa: T201 -- it is what was asked for
     return result
@@ -83,6 +84,8 @@ def make_plan(
     train: Mapping[str, Factors],
     num_query_gradients: int,
     queries: QuerySide | None = None,
+    *,
+    labels_per_query: int = 1,
 ) -> Plan:
     """The plan of a pass whose first batch has run.
 
@@ -93,6 +96,7 @@ def make_plan(
         train: Factors of some training samples, at least one.
         num_query_gradients: Gradients that each training sample is compared with.
         queries: The queries, where they are known; else they are taken to be as large as the training samples.
+        labels_per_query: Where they are not known: how many of their gradients share inputs.
 
     Returns:
         The plan.
@@ -104,10 +108,13 @@ def make_plan(
         # Preconditioned queries may be materialised where their training samples are not.
         materialised = of_queries is not None and is_flat(of_queries) and not is_flat(factors)
         positions = None if materialised else (of_queries or factors).num_positions
-        kind, flops = product_cost(factors, num_query_gradients, positions)
-        per_query = _num_bytes(of_queries or factors)
+        if of_queries is not None:
+            num_inputs, query_bytes = count_inputs(of_queries), _num_bytes(of_queries)
+        else:
+            num_inputs, query_bytes = _of_queries_like(factors, num_query_gradients, labels_per_query)
+        kind, flops = product_cost(factors, num_query_gradients, num_inputs, positions)
         if kind == "materialise" and not materialised and (queries is None or name in queries.kept):
-            per_query += gradient_bytes(factors) // factors.num_samples
+            query_bytes += gradient_bytes(factors) // factors.num_samples * num_query_gradients
         plans.append(
             LayerPlan(
                 name=", ".join(names[name]),
@@ -116,8 +123,8 @@ def make_plan(
                 step=steps[name],
                 product=kind,
                 flops=flops // factors.num_samples,
-                num_bytes=_num_bytes(factors),
-                query_bytes=per_query * num_query_gradients,
+                num_bytes=_num_bytes(factors) // factors.num_samples,
+                query_bytes=query_bytes,
                 reason=_first_sentence(gradients.reasons.get(name, "")),
             )
         )
@@ -125,12 +132,21 @@ def make_plan(
     return Plan(tuple(plans), num_query_gradients, runner.batch_size, rows, runner.memory_budget, runner.forward_flops)
 
 
+def _of_queries_like(train: Factors, num_gradients: int, labels_per_query: int) -> tuple[int, int]:
+    """Inputs, and bytes of the factors, of queries that are as large as some training samples."""
+    num_bytes = _num_bytes(train) // train.num_samples * num_gradients
+    if not isinstance(train, OuterFactors) or train.activations is None:
+        return num_gradients, num_bytes
+    num_inputs = num_gradients // labels_per_query
+    return num_inputs, num_bytes - (num_gradients - num_inputs) * train.activations.nbytes // train.num_samples
+
+
 def _num_bytes(factors: Factors) -> int:
-    """Bytes of the factors of one sample."""
+    """Bytes of the factors of all samples."""
     size = factors.num_elements * factors.output_grads.element_size()
     if isinstance(factors, IndexedFactors):
         size += factors.indices.numel() * (factors.indices.element_size() - factors.output_grads.element_size())
-    return size // max(1, factors.num_samples)
+    return size
 
 
 def _first_sentence(error: object) -> str:

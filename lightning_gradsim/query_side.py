@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -12,21 +12,18 @@ from torch import Tensor
 
 from lightning_gradsim.adapter import Step
 from lightning_gradsim.batch_runner import BatchRunner
-from lightning_gradsim.curvature import Curvature, is_finite
 from lightning_gradsim.errors import NonFiniteError
 from lightning_gradsim.factors import (
     MAX_INTERMEDIATE,
     Factors,
     IndexedFactors,
-    OuterFactors,
+    concatenate_labels,
     concatenate_layers,
-    concatenate_samples,
-    is_flat,
     squared_norms,
 )
 from lightning_gradsim.plain_values import to_label
 from lightning_gradsim.records import InfluentialSample, QueryReport
-from lightning_gradsim.sample_statistics import check_finite, labels_of
+from lightning_gradsim.sample_statistics import labels_of
 from lightning_gradsim.suspects import SuspectTable
 
 NUM_WITNESSES = 8
@@ -37,8 +34,6 @@ NORM_SHARE = 0.125
 """Share of the memory budget for one intermediate of their norms."""
 QUERY_SHARE = 0.25
 """Share of the memory budget up to which the queries' materialised gradients are kept."""
-CURVATURE_SHARE = 0.25
-"""Share of the memory budget for the second moments of a layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +80,10 @@ class QueryRecords:
         """Rows of scores: harmful and look-alikes of each query; of the predicted labels, too, where there are any."""
         return len(self) * (4 if self.has_teachers else 2)
 
+    def is_improbable(self, row: int) -> bool:
+        """Whether the model finds a query's given label so improbable that it may be wrong."""
+        return self.label_probabilities[row] < DOUBTFUL_PROBABILITY
+
     def rows_of(self, positions: Collection[int]) -> list[int]:
         """Rows of scores of some of the queries."""
         return [row for row in range(self.num_rows) if self.positions[row % len(self)] in positions]
@@ -109,20 +108,21 @@ class QuerySide:
         records: Which they are.
         factors: By layer, ``M`` gradients for the given labels, then ``M`` for the predicted ones if there are any.
         squared_norms: Their squared norms, ``[M]`` or ``[2 M]``.
-        is_preconditioned: Whether the same gradients, multiplied by the inverse curvature, follow in ``factors``.
         kept: Layers whose materialised gradients are kept during the pass; those of others would take too much memory.
+        compared: Where all gradients follow in ``factors``, multiplied by the inverse curvature: which of them stand
+            before these without it, int64.
     """
 
     records: QueryRecords
     factors: Mapping[str, Factors]
     squared_norms: Tensor
     kept: frozenset[str]
-    is_preconditioned: bool = False
+    compared: Tensor | None = None
 
     @property
     def num_gradients(self) -> int:
         """Gradients that each training sample is compared with."""
-        return len(self.squared_norms) * (2 if self.is_preconditioned else 1)
+        return len(self.squared_norms) + (0 if self.compared is None else len(self.compared))
 
     def without_kept(self) -> QuerySide:
         """The same queries without anything that was computed and kept."""
@@ -179,8 +179,8 @@ def prepare_queries(
     if not positions:
         return None
     has_teachers = len(predicted) == len(given)
-    parts = given + predicted if has_teachers else given
-    factors = concatenate_layers(parts)
+    by_labels = [concatenate_layers(parts) for parts in ([given, predicted] if has_teachers else [given])]
+    factors = {name: concatenate_labels([each[name] for each in by_labels]) for name in by_labels[0]}
     elements = max(1, min(MAX_INTERMEDIATE, int(NORM_SHARE * runner.memory_budget / 4)))
     norms = reduce(torch.add, [squared_norms(part, max_intermediate=elements) for part in factors.values()])
     if not bool(norms.isfinite().all()):
@@ -188,65 +188,9 @@ def prepare_queries(
             "The gradient of a query is not finite, although its loss is. Nothing is scored. Check the layers above "
             f"{', '.join(f'`{name}`' for name in factors)} in eval mode."
         )
-    kept = _fitting(factors, QUERY_SHARE * runner.memory_budget)
+    kept = fitting_layers(factors, QUERY_SHARE * runner.memory_budget)
     records = QueryRecords(positions, reports, label_probabilities, has_teachers, frozenset(right))
     return QuerySide(records, factors, norms, kept)
-
-
-def gather_curvature(runner: BatchRunner, batches: Iterable[tuple[Tensor, Any]]) -> Curvature:
-    """The curvature of the loss at some training samples.
-
-    Args:
-        runner: Runs batches.
-        batches: Sample ids ``[B]`` and batch, on the module's device.
-
-    Returns:
-        The curvature.
-
-    Raises:
-        NonFiniteError: If a loss or gradient is not finite; the samples are named.
-        UnsupportedLayerError: If the moments of a layer would take too much memory; it is named.
-    """
-    elements = max(1, min(MAX_INTERMEDIATE, int(CURVATURE_SHARE * runner.memory_budget / 8)))
-    curvature = Curvature(elements, CURVATURE_SHARE * runner.memory_budget)
-    all_ids, all_finite = [], []
-    for ids, step, factors in runner.run_all(batches):
-        finite = reduce(torch.logical_and, [is_finite(part) for part in factors.values()], step.losses.isfinite())
-        if bool(finite.all()):
-            curvature.update(factors)
-        all_ids.append(ids)
-        all_finite.append(finite.cpu())
-    if all_ids:
-        check_finite(torch.cat(all_ids), torch.cat(all_finite))
-    return curvature
-
-
-def precondition(queries: QuerySide, curvature: Curvature, damping: float, memory_budget: int) -> QuerySide:
-    """Queries with their gradients multiplied by the inverse of the damped curvature, too.
-
-    Args:
-        queries: The queries.
-        curvature: Of all their layers.
-        damping: Share of the mean eigenvalue, above 0.
-        memory_budget: Bytes that the pass may take.
-
-    Returns:
-        The queries; of training samples nothing else has to be computed.
-
-    Raises:
-        GradSimError: If a layer has no curvature, or its inverse is not finite.
-    """
-    solved = curvature.precondition(queries.factors, damping)
-    factors = {name: _side_by_side(part, solved[name]) for name, part in queries.factors.items()}
-    return replace(
-        queries, factors=factors, kept=_fitting(factors, QUERY_SHARE * memory_budget), is_preconditioned=True
-    )
-
-
-def _side_by_side(given: Factors, solved: Factors) -> Factors:
-    if isinstance(given, IndexedFactors) or is_flat(given) == is_flat(solved):
-        return concatenate_samples([given, solved])
-    return OuterFactors.from_gradients([torch.cat([given.flat, solved.output_grads.flatten(1)])])
 
 
 def query_reports(
@@ -287,8 +231,7 @@ def query_reports(
                 harmful=harmful[:top_k],
                 look_alikes=look_alikes[:top_k],
                 teachers=teachers[:top_k],
-                label_looks_wrong=queries.label_probabilities[row] < DOUBTFUL_PROBABILITY
-                and _agree(look_alikes, predicted_look_alikes),
+                label_looks_wrong=queries.is_improbable(row) and _agree(look_alikes, predicted_look_alikes),
             ),
         )
 
@@ -336,7 +279,7 @@ def gradient_bytes(factors: Factors) -> int:
     return factors.num_samples * factors.num_parameters * factors.output_grads.element_size()
 
 
-def _fitting(factors: Mapping[str, Factors], num_bytes: float) -> frozenset[str]:
+def fitting_layers(factors: Mapping[str, Factors], num_bytes: float) -> frozenset[str]:
     """Layers whose gradients fit together, the small ones first."""
     kept = set()
     for name, size in sorted(((name, gradient_bytes(f)) for name, f in factors.items()), key=lambda item: item[1]):

@@ -45,7 +45,7 @@ class _Scored:
     ids: Tensor
     step: Step
     waiting: Mapping[str, Factors]
-    products: Tensor | None  # [M, 2 M or 4 M, B], the sum over the layers scored
+    products: Tensor | None  # [M to 4 M, B], the sum over the layers scored
     squared_norms: Tensor | None  # [B]
 
 
@@ -156,15 +156,20 @@ class Scorer:
 
 def _scores(queries: QuerySide, products: Tensor, norms: Tensor, similarity: Similarity) -> Tensor:
     """Rows to be maximised: harmful, look-alikes, teachers, look-alikes for the predicted label; up to ``[4 M, B]``."""
-    num_queries = len(queries.records)
+    num_queries, compared = len(queries.records), queries.compared
+    solved = products if compared is None else products[len(compared) :]
     scores = products.new_empty(2 * len(queries.squared_norms), products.shape[1])
     for start, sign in ((0, -1), (num_queries, 1))[: 2 if queries.records.has_teachers else 1]:
         rows = slice(start, start + num_queries)
         both, query_norms = scores[2 * start :], queries.squared_norms[rows]
-        compared = products[len(queries.squared_norms) :] if queries.is_preconditioned else products
-        values = compute_similarity(similarity, compared[rows], query_norms, norms)
-        torch.mul(values, sign, out=both[:num_queries])
-        compute_similarity("cosine", products[rows], query_norms, norms, out=both[num_queries : 2 * num_queries])
+        torch.mul(compute_similarity(similarity, solved[rows], query_norms, norms), sign, out=both[:num_queries])
+        cosines = both[num_queries : 2 * num_queries]
+        if start == 0 or compared is None:
+            compute_similarity("cosine", products[rows], query_norms, norms, out=cosines)
+        else:  # the others are not asked for, and similar to nothing
+            some = compared[num_queries:] - num_queries
+            values = products[num_queries : len(compared)]
+            cosines.zero_()[some] = compute_similarity("cosine", values, query_norms[some], norms)
     return scores
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,11 +90,13 @@ class OuterFactors:
         activations: Layer inputs ``[n, t, g, i]``, or ``None`` where the weight is frozen or absent.
         output_grads: Gradients of each sample's loss by the layer's output, ``[n, t, g, o]``.
         bias: Whether a trainable bias takes part; it acts as one more input feature that is always 1.
+        rows: Where samples share inputs: the row of the activations that belongs to each sample, int64 ``[n]``.
     """
 
     activations: Tensor | None
     output_grads: Tensor
     bias: bool
+    rows: Tensor | None = None
 
     @classmethod
     def from_gradients(cls, parts: Sequence[Tensor]) -> OuterFactors:
@@ -114,6 +117,16 @@ class OuterFactors:
     def num_samples(self) -> int:
         """Number of samples ``n``."""
         return self.output_grads.shape[0]
+
+    @property
+    def own_rows(self) -> Tensor:
+        """Row of the activations of each sample, int64 ``[n]``."""
+        return torch.arange(self.num_samples, device=self.output_grads.device) if self.rows is None else self.rows
+
+    @property
+    def own_activations(self) -> Tensor | None:
+        """Layer inputs of each sample, ``[n, t, g, i]``: a copy where they are shared."""
+        return self.activations if self.activations is None or self.rows is None else self.activations[self.rows]
 
     @property
     def num_positions(self) -> int:
@@ -155,9 +168,9 @@ class OuterFactors:
     def gradients(self) -> Tensor:
         """Materialised per-sample gradients ``[n, g, o, i]``, the bias as the last ``i``; same dtype as the factors."""
         by_output = self.output_grads.permute(0, 2, 3, 1)  # [n, g, o, t]
-        parts = []
-        if self.activations is not None:
-            parts.append(by_output @ self.activations.transpose(1, 2))
+        parts, activations = [], self.own_activations
+        if activations is not None:
+            parts.append(by_output @ activations.transpose(1, 2))
         if self.bias:
             parts.append(by_output.sum(-1, keepdim=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -181,14 +194,14 @@ class OuterFactors:
         Yields:
             The blocks.
         """
-        rows, weights = slice(0, self.num_samples), 0
-        if self.activations is not None:
-            groups, outputs, inputs = self.num_groups, self.num_outputs, self.activations.shape[-1]
+        rows, weights, all_inputs = slice(0, self.num_samples), 0, self.own_activations
+        if all_inputs is not None:
+            groups, outputs, inputs = self.num_groups, self.num_outputs, all_inputs.shape[-1]
             weights = groups * outputs * inputs
             step = block_length(outputs, self.num_samples * inputs, max_elements)
             for group in range(groups):
                 by_output = self.output_grads[:, :, group].transpose(1, 2)  # [n, o, t]
-                activations = self.activations[:, :, group]  # [n, t, i]
+                activations = all_inputs[:, :, group]  # [n, t, i]
                 for start in range(0, outputs, step):
                     stop = min(start + step, outputs)
                     part = torch.bmm(by_output[:, start:stop], activations)  # [n, some o, i]
@@ -200,11 +213,14 @@ class OuterFactors:
 
     def summed(self) -> OuterFactors:
         """The sum over samples, as one sample with all positions."""
-        activations = None if self.activations is None else self.activations.flatten(0, 1)[None]
+        activations = self.own_activations
+        activations = None if activations is None else activations.flatten(0, 1)[None]
         return OuterFactors(activations, self.output_grads.flatten(0, 1)[None], self.bias)
 
     def samples(self, index: slice | Tensor) -> OuterFactors:
         """The factors of some samples: a slice (no copy) or indices, int64."""
+        if self.rows is not None:
+            return replace(self, output_grads=self.output_grads[index], rows=self.rows[index])
         activations = None if self.activations is None else self.activations[index]
         return OuterFactors(activations, self.output_grads[index], self.bias)
 
@@ -221,12 +237,12 @@ class OuterFactors:
         if self.output_grads.dtype == dtype and (self.activations is None or self.activations.dtype == dtype):
             return self
         activations = None if self.activations is None else self.activations.to(dtype)
-        return OuterFactors(activations, self.output_grads.to(dtype), self.bias)
+        return replace(self, activations=activations, output_grads=self.output_grads.to(dtype))
 
     @staticmethod
     def concatenate_positions(parts: Sequence[OuterFactors]) -> OuterFactors:
         """Several calls of one layer side by side along ``t``."""
-        activations = [part.activations for part in parts if part.activations is not None]
+        activations = [inputs for part in parts if (inputs := part.own_activations) is not None]
         grads = torch.cat([part.output_grads for part in parts], dim=1)
         return OuterFactors(torch.cat(activations, dim=1) if activations else None, grads, parts[0].bias)
 
@@ -241,4 +257,24 @@ class OuterFactors:
 
         activations = [pad(part.activations) for part in parts if part.activations is not None]
         grads = torch.cat([pad(part.output_grads) for part in parts])
-        return OuterFactors(torch.cat(activations) if activations else None, grads, parts[0].bias)
+        rows = None
+        if any(part.rows is not None for part in parts):
+            starts = itertools.accumulate([0, *map(len, activations)])
+            own = [
+                torch.arange(part.num_samples, device=grads.device) if part.rows is None else part.rows
+                for part in parts
+            ]
+            rows = torch.cat([start + part for start, part in zip(starts, own, strict=False)])
+        return OuterFactors(torch.cat(activations) if activations else None, grads, parts[0].bias, rows)
+
+    @staticmethod
+    def concatenate_labels(parts: Sequence[OuterFactors]) -> OuterFactors:
+        """The same samples with several labels, one after the other; equal inputs are kept once."""
+        first, *others = parts
+        inputs = first.activations
+        if inputs is None or not all(
+            part.activations is not None and torch.equal(part.activations, inputs) for part in others
+        ):
+            return OuterFactors.concatenate_samples(parts)
+        rows = torch.arange(len(inputs), device=inputs.device).repeat(len(parts))
+        return OuterFactors(inputs, torch.cat([part.output_grads for part in parts]), first.bias, rows)

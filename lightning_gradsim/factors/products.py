@@ -60,6 +60,21 @@ def concatenate_samples(parts: Sequence[Factors]) -> Factors:
     return OuterFactors.concatenate_samples(_all_outer(parts))
 
 
+def concatenate_labels(parts: Sequence[Factors]) -> Factors:
+    """Factors of one layer for the same samples with several labels, one after the other.
+
+    The inputs of a layer do not depend on labels: those of a pair of factors are kept, and multiplied, once.
+
+    Args:
+        parts: One entry per label, all of the same samples.
+
+    Returns:
+        Factors with ``n`` the number of samples times that of labels.
+    """
+    outer = [part for part in parts if isinstance(part, OuterFactors)]
+    return OuterFactors.concatenate_labels(outer) if len(outer) == len(parts) > 1 else concatenate_samples(parts)
+
+
 def concatenate_layers(parts: Sequence[Mapping[str, Factors]]) -> dict[str, Factors]:
     """Factors of several batches by layer, in order.
 
@@ -170,15 +185,23 @@ def uses_gram(queries: OuterFactors | PatchFactors, train: OuterFactors | PatchF
     """
     if is_flat(queries) and not is_flat(train):
         return False
-    return _is_gram_cheaper(queries.num_samples, queries.num_positions, train)
+    return _is_gram_cheaper(queries.num_samples, count_inputs(queries), queries.num_positions, train)
 
 
-def product_cost(train: Factors, num_queries: int, query_positions: int | None) -> tuple[str, int]:
+def count_inputs(factors: Factors) -> int:
+    """How many inputs the samples of a layer have: fewer than there are samples where some share them."""
+    if isinstance(factors, OuterFactors) and factors.activations is not None:
+        return len(factors.activations)
+    return factors.num_samples
+
+
+def product_cost(train: Factors, num_queries: int, num_inputs: int, query_positions: int | None) -> tuple[str, int]:
     """How ``dot_and_squared_norms`` would work, and what it would take.
 
     Args:
         train: Factors of ``n`` samples.
         num_queries: Number of queries ``m``.
+        num_inputs: Inputs that these have: fewer than queries where some share them.
         query_positions: Their shared positions ``t``; ``None`` where they are materialised already.
 
     Returns:
@@ -191,12 +214,12 @@ def product_cost(train: Factors, num_queries: int, query_positions: int | None) 
     groups, inputs, outputs = train.num_groups, train.num_inputs, train.num_outputs
     if isinstance(train, OuterFactors) and train.activations is None:
         return "materialise", 2 * (num_queries + 1) * samples * positions * groups * outputs
-    if query_positions is None or not _is_gram_cheaper(num_queries, query_positions, train):
+    if query_positions is None or not _is_gram_cheaper(num_queries, num_inputs, query_positions, train):
         return "materialise", 2 * samples * (positions + num_queries + 1) * groups * inputs * outputs
     norms = min(positions**2 * (inputs + outputs), (positions + 1) * inputs * outputs)
     if positions == 1:
         norms = inputs + outputs
-    products = num_queries * query_positions * positions * (inputs + outputs)
+    products = query_positions * positions * (num_inputs * inputs + num_queries * outputs)
     return "gram", 2 * samples * groups * (products + norms)
 
 
@@ -213,12 +236,13 @@ def block_elements(device: torch.device, max_intermediate: int = MAX_INTERMEDIAT
     return min(max_intermediate, CPU_BLOCK) if device.type == "cpu" else max_intermediate
 
 
-def _is_gram_cheaper(num_queries: int, query_positions: int, train: OuterFactors | PatchFactors) -> bool:
+def _is_gram_cheaper(
+    num_queries: int, num_inputs: int, query_positions: int, train: OuterFactors | PatchFactors
+) -> bool:
     outputs, inputs = train.num_outputs, train.num_inputs
-    pairs = num_queries * train.num_samples
-    gram = pairs * query_positions * train.num_positions * (inputs + outputs)
-    materialise = (train.num_samples * train.num_positions + pairs) * inputs * outputs
-    return gram <= materialise
+    gram = query_positions * train.num_positions * (num_inputs * inputs + num_queries * outputs)
+    materialise = (train.num_positions + num_queries) * inputs * outputs
+    return train.num_samples * gram <= train.num_samples * materialise
 
 
 def _all_outer(parts: Sequence[Factors]) -> list[OuterFactors]:
@@ -280,6 +304,7 @@ def _one_position_norms(factors: OuterFactors) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(factors.output_grads[:, 0], dim=2).square()  # [n, g]
     if factors.activations is not None:
         inputs = torch.linalg.vector_norm(factors.activations[:, 0], dim=2).square()
+        inputs = inputs if factors.rows is None else inputs[factors.rows]
         norms = torch.addcmul(norms, norms, inputs) if factors.bias else norms * inputs
     return norms.sum(1) if norms.shape[1] > 1 else norms[:, 0]
 
@@ -288,6 +313,9 @@ def _gram(queries: OuterFactors, train: OuterFactors) -> Tensor:
     product = _pairs(queries.output_grads, train.output_grads)  # [g, m t, n s]
     if queries.activations is not None and train.activations is not None:
         inputs = _pairs(queries.activations, train.activations)
+        if queries.rows is not None:
+            by_row = inputs.unflatten(1, (len(queries.activations), -1))
+            inputs = by_row.index_select(1, queries.rows).flatten(1, 2)
         # With a bias, `product * (inputs + 1)` in one step.
         product = product.addcmul_(product, inputs) if queries.bias else product.mul_(inputs)
     shape = (queries.num_samples, queries.num_positions, train.num_samples, train.num_positions)
@@ -307,8 +335,9 @@ def _pairs(left: Tensor, right: Tensor) -> Tensor:
 def _gram_norms(factors: OuterFactors) -> Tensor:
     grads = factors.output_grads.transpose(1, 2)  # [n, g, t, o]
     product = grads @ grads.transpose(2, 3)
-    if factors.activations is not None:
-        inputs = factors.activations.transpose(1, 2)
+    activations = factors.own_activations
+    if activations is not None:
+        inputs = activations.transpose(1, 2)
         inputs = inputs @ inputs.transpose(2, 3)
         product = product * (inputs + 1 if factors.bias else inputs)
     return product.sum((1, 2, 3))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gradsim import query_side, scorer
+from lightning_gradsim import query_curvature, scorer
 from tests.reference import outputs_of, own_names, preconditioned
 from tests.rules.test_exact import assert_is_top, both_dtypes, every_case, pass_over, reference_of, similarities
 
@@ -79,6 +79,6 @@ def test_pass(case, dtype):
 def test_any_cut(case, batch_size, memory_budget, damping, monkeypatch):
     """Size of batches and of what is worked on together; with no memory at all, nothing is kept."""
     monkeypatch.setattr(scorer, "MIN_INTERMEDIATE", 1)
-    monkeypatch.setattr(query_side, "CURVATURE_SHARE", 2.0**20)
+    monkeypatch.setattr(query_curvature, "CURVATURE_SHARE", 2.0**20)
     options = {"batch_size": batch_size, "memory_budget": memory_budget, "damping": damping}
     assert_is_dense(pass_over(case.build(), similarity="influence", **options), case, 1e-8, damping)

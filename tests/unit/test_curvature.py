@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gradsim import query_side
+from lightning_gradsim import query_curvature
 from lightning_gradsim.adapter import Adapter
 from lightning_gradsim.curvature import Curvature
 from lightning_gradsim.engine import EngineSettings, run_pass
@@ -25,6 +25,12 @@ def curvature_of(*parts):
     for part in parts:
         curvature.update({"head": part})
     return curvature
+
+
+def moments(curvature, which, number=40):
+    """Those of the head, of which the lower triangle is kept."""
+    lower = getattr(curvature._layers["head"], which)[0] / number
+    return lower.tril() + lower.tril(-1).T
 
 
 def influence(module, train, for_curvature=None, **settings):
@@ -79,15 +85,15 @@ def test_an_input_of_zero_does_not_divide():
     train, queries = factors(40), factors(3)
     queries.activations[0] = 0
     curvature = curvature_of(train)
-    root = torch.linalg.inv(curvature._layers["head"]._inputs[0] / 40 + torch.eye(5))
+    root = torch.linalg.inv(moments(curvature, "_inputs") + torch.eye(5))
     # Chosen so that the last entry of the solution is zero.
     queries.activations[1, 0, 0] = -root[-1, :-1] / root[-1, :-1].square().sum() * root[-1, -1]
-    mean = (curvature._layers["head"]._inputs[0] / 40).diagonal().mean()
+    mean = moments(curvature, "_inputs").diagonal().mean()
     solved = curvature.precondition({"head": queries}, float(1 / mean))["head"]
     assert solved.activations.isfinite().all()
     rows = torch.cat([queries.activations[:, 0, 0], torch.ones(3, 1)], dim=1) @ root
     assert rows[1, -1].abs() < 1e-12
-    grads = curvature._layers["head"]._grads[0] / 40
+    grads = moments(curvature, "_grads")
     grads = grads + grads.diagonal().mean() / mean * torch.eye(CLASSES)
     left = torch.einsum("mi,mo->moi", rows, torch.linalg.solve(grads, queries.output_grads[:, 0, 0].T).T).flatten(1)
     ones = torch.ones(40, 1)
@@ -136,7 +142,7 @@ def test_moments_beyond_the_memory_are_refused():
     module = nn.Sequential(nn.Linear(FEATURES, 500), nn.ReLU(), nn.Linear(500, CLASSES))
     message = r"Layer `2` has 501 inputs and 3 outputs a channel group: second moments of them take 4,016,160 bytes"
     with pytest.raises(UnsupportedLayerError, match=message):
-        influence(module, data(), memory_budget=int(4_016_159 / query_side.CURVATURE_SHARE))
+        influence(module, data(), memory_budget=int(4_016_159 / query_curvature.CURVATURE_SHARE))
 
 
 def test_samples_that_are_not_finite_are_named():

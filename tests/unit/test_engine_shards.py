@@ -216,6 +216,25 @@ def test_witnesses_of_all_shards_count_whatever_the_length_of_the_lists():
         assert_equal(found, whole(module, (x, y), train, top_k=1))
 
 
+def test_influence_doubts_as_other_similarities_do():
+    """Doubts come of look-alikes; those for predicted labels are sought only where the given one is improbable."""
+    module = nn.Linear(FEATURES, CLASSES, bias=False).double()
+    with torch.no_grad():
+        module.weight.copy_(torch.eye(CLASSES, FEATURES))
+    x = torch.tensor([[1.0, 1.5, 0.0, 0.0], [0.0, 6.0, 0.0, 5.0], [0.0, -6.0, 0.0, 5.0]]).double()
+    y = torch.tensor([0, 0, 1])  # plausible, improbable and alone, improbable among samples of the predicted label
+    others = torch.randn(8, FEATURES).double(), torch.randint(CLASSES, (8,))
+    near = x[1] + 0.01 * torch.randn(8, FEATURES).double(), torch.ones(8).long()
+    train = tuple(torch.cat(parts) for parts in zip(near, others, strict=True))
+    given = arguments(module, (x, y), train, range(16))
+    expected = [False, True, False]
+    for similarity, num_gradients in {"cosine": 6, "influence": 3 + 2 + 6}.items():
+        settings = replace(given[4], similarity=similarity)
+        found = run_pass(*given[:4], settings, curvature_batches=[(torch.arange(16), train)])
+        assert [query.label_looks_wrong for query in found.queries.values()] == expected
+        assert found.plan.num_query_gradients == num_gradients
+
+
 def test_memory_that_did_not_suffice_for_one_shard_is_said():
     module, train = network(), data(NUM_SAMPLES)
     given = arguments(module, None, train, range(NUM_SAMPLES))

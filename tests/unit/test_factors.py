@@ -9,8 +9,10 @@ from lightning_gradsim.factors import (
     OuterFactors,
     PatchFactors,
     Window,
+    concatenate_labels,
     concatenate_positions,
     concatenate_samples,
+    count_inputs,
     dot,
     dot_and_squared_norms,
     patches,
@@ -161,6 +163,55 @@ def test_no_samples(sizes):
     assert dot(factors, none).shape == (factors.num_samples, 0)
     assert dot(none, factors).shape == (0, factors.num_samples)
     assert squared_norms(none).shape == (0,)
+
+
+def relabelled(sizes, kind="weight and bias"):
+    """Samples with three labels each, with shared inputs and with inputs of their own."""
+    first = make(sizes, kind)
+    parts = [first, *(OuterFactors(first.activations, make(sizes, kind).output_grads, first.bias) for _ in range(2))]
+    return concatenate_labels(parts), concatenate_samples(parts)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_intermediate", [1, 2**24])
+def test_shared_inputs_change_nothing(sizes, kind, max_intermediate, monkeypatch):
+    shared, own = relabelled(sizes, kind)
+    train = make((7, *sizes[1:]), kind)
+    assert count_inputs(shared) == (len(shared.activations) if "weight" in kind else 3 * sizes[0])
+    assert count_inputs(shared) <= count_inputs(own) == own.num_samples
+    for gram in (True, False):
+        monkeypatch.setattr("lightning_gradsim.factors.products.uses_gram", lambda *_, gram=gram: gram)
+        for keep in (True, False):
+            options = {"max_intermediate": max_intermediate, "keep": keep}
+            found = dot_and_squared_norms(shared, train, **options)
+            torch.testing.assert_close(found, dot_and_squared_norms(own, train, **options))
+    torch.testing.assert_close(squared_norms(shared), squared_norms(own))
+    torch.testing.assert_close(shared.gradients, own.gradients)
+    torch.testing.assert_close(shared.flat, own.flat)
+    torch.testing.assert_close(shared.summed().gradients, own.summed().gradients)
+    for index in (slice(1, 3), torch.tensor([2, 0])):
+        torch.testing.assert_close(shared.samples(index).gradients, own.gradients[index])
+    other = make((2, sizes[1] + 1, *sizes[2:]), kind)
+    joined = concatenate_samples([other, shared, other, shared.samples(slice(1, 2))])
+    expected = torch.cat([other.gradients, own.gradients, other.gradients, own.gradients[1:2]])
+    torch.testing.assert_close(joined.gradients, expected)
+    torch.testing.assert_close(dot(joined, train), expected.flatten(1) @ train.gradients.flatten(1).T)
+    torch.testing.assert_close(concatenate_positions([shared, own]).gradients, 2 * own.gradients)
+
+
+def test_inputs_that_differ_are_not_shared():
+    one, other = make(), make()
+    joined = concatenate_labels([one, other])
+    assert joined.rows is None
+    torch.testing.assert_close(joined.gradients, torch.cat([one.gradients, other.gradients]))
+
+
+def test_shared_inputs_are_cheaper_to_compare():
+    """Inputs are multiplied once however many labels there are, which can make factors the cheaper way."""
+    shared, own = relabelled((4, 2, 1, 60, 3))
+    assert uses_gram(shared, make((4, 2, 1, 60, 3)))
+    assert not uses_gram(own, make((4, 2, 1, 60, 3)))
 
 
 def test_dtype_of_products_is_that_of_the_factors():

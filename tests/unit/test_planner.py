@@ -62,9 +62,9 @@ def test_a_row_for_every_layer(module, batch):
 
 
 def test_operations_of_the_head(module, batch):
-    """A product of features and one of output gradients for every query, and the norm."""
+    """A product of features for every query, one of output gradients for each of its labels, and the norm."""
     [head] = plan(module, batch, num_queries=QUERIES, show=False).layers
-    assert head.flops == 2 * (2 * QUERIES + 1) * ((8 + 1) + 3)
+    assert head.flops == 2 * ((QUERIES + 1) * (8 + 1) + (2 * QUERIES + 1) * 3)
     assert head.num_bytes == 4 * (8 + 3)
 
 
@@ -161,7 +161,7 @@ def test_bytes_in_words(number, words):
 @pytest.mark.parametrize(("positions", "kind"), [(1, "gram"), (2, "gram"), (40, "materialise")])
 def test_the_cheaper_product_is_chosen(positions, kind):
     factors = OuterFactors(torch.randn(8, positions, 1, 16), torch.randn(8, positions, 1, 16), bias=False)
-    assert product_cost(factors, 4, positions)[0] == kind
+    assert product_cost(factors, 4, 4, positions)[0] == kind
 
 
 def test_influence_compares_preconditioned_gradients_too(module, batch):
