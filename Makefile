@@ -8,7 +8,7 @@ BENCH := .bench
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-views bench-mislabel bench-lds bench-lds-peers bench-alibi clean
+.PHONY: help demo test test-slow test-gpu lint docs test-lowest bench bench-engine bench-peers bench-memory bench-processes bench-budget bench-views bench-mislabel bench-whole-case bench-lds bench-lds-peers bench-alibi clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -60,6 +60,9 @@ bench-views: $(VENV)/.demo ## Time drawing and writing a report
 
 bench-mislabel: $(BENCH)/mislabel/.ready ## Compare mislabel scores, in the folder GRADSIM_CACHE, with human noise from GRADSIM_DATA
 	PYTHONPATH=. $(BENCH)/mislabel/bin/python benchmarks/mislabel.py --rivals cleanlab captum --act
+
+bench-whole-case: $(BENCH)/mislabel/.ready ## Find, relabel, train again on human label noise, data and folder as for bench-mislabel
+	PYTHONPATH=. $(BENCH)/mislabel/bin/python benchmarks/whole_case.py
 
 bench-lds: $(VENV)/.demo ## Compare scores with retraining, in the folder GRADSIM_CACHE, on mnist_60k.npz from GRADSIM_DATA
 	PYTHONPATH=. $(BIN)/python benchmarks/lds.py

@@ -187,7 +187,7 @@ def train(
     given = sets.train_y if labels is None else labels
     rows = torch.arange(len(given)) if keep is None else keep
     steps = -(-len(rows) // setting.batch_size)
-    optimizer, schedule = _optimizer(setting, network, steps)
+    optimizer, schedule = make_optimizer(setting, network, steps)
     frozen = not list(network.trunk.parameters())
     record = Record()
     for epoch in range(1, setting.epochs + 1):
@@ -248,7 +248,8 @@ def augmented(images: Tensor) -> Tensor:
     return picked.permute(0, 3, 1, 2)  # [n, rows, columns, channels] -> [n, channels, rows, columns]
 
 
-def _optimizer(setting: Setting, network: nn.Module, steps: int) -> Optimizers:
+def make_optimizer(setting: Setting, network: nn.Module, steps: int) -> Optimizers:
+    """The optimizer of a setting, and its schedule for epochs of so many steps."""
     if not setting.one_cycle:
         return torch.optim.Adam(network.parameters(), lr=setting.learning_rate), None
     optimizer = torch.optim.SGD(network.parameters(), lr=setting.learning_rate, momentum=0.9)

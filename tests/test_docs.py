@@ -49,6 +49,7 @@ RUN_BY = {
 ONE_EPOCH = {
     "Trainer(callbacks": 'Trainer(max_epochs=1, accelerator="cpu", enable_progress_bar=False, callbacks',
     "Trainer(max_epochs=10, ": 'Trainer(max_epochs=1, accelerator="cpu", enable_progress_bar=False, ',
+    "Trainer(max_epochs=30, ": 'Trainer(max_epochs=1, accelerator="cpu", enable_progress_bar=False, ',
 }
 
 

@@ -124,3 +124,31 @@ def test_ranks_and_intervals(load):
     assert figures["top 1 %"] == figures["top 5 %"] == 1.0
     mean, low, high = benchmark.interval([0.01, 0.02, 0.03])
     assert [mean, low, high] == pytest.approx([0.02, 0.02 - 4.303 * 0.01 / 3**0.5, 0.02 + 4.303 * 0.01 / 3**0.5])
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+def test_the_whole_case(load, tmp_path, capsys, monkeypatch):
+    case, settings = load("whole_case"), load("mislabel_train").SETTINGS
+    monkeypatch.setitem(settings, "digits-sym20", load("dataclasses").replace(settings["digits-sym20"], epochs=4))
+    train = case.fit
+
+    def share_of_right_labels(setting, sets, seed, dataset, gradsim=None):
+        if gradsim is not None:
+            return train(setting, sets, seed, dataset, gradsim)
+        truth = {x.numpy().tobytes(): y for x, y in zip(sets.train_x, sets.true_y, strict=True)}
+        return float(np.mean([truth[x.numpy().tobytes()] == y for x, y in dataset]))
+
+    monkeypatch.setattr(case, "fit", share_of_right_labels)  # of a second training all but what it is given is noise
+    path = tmp_path / "case.json"
+    case.main(f"--cache {tmp_path} --only digits-sym20 --seeds 5 --json {path}".split())
+    figures = json.loads(path.read_text())["results"]["digits-sym20"]["5"]
+    assert figures["found"]["of flagged wrong"] > 3 * figures["found"]["wrong labels"] > 0.5
+    right = figures["test accuracy"]
+    assert right.pop("as it is") > 0.8
+    assert right["dropped"] > right["relabelled"] > 0.9
+    assert right["all flagged dropped"] > right["all flagged relabelled"] > 0.9
+    assert 0.75 < right["as many dropped at random"] < 0.85
+    assert right["first tenth put right by a person"] > right["a random tenth put right"] > 0.8
+    assert right["wrong ones dropped (the truth)"] == right["all labels right (the truth)"] == 1
+    assert "| all labels right (the truth) | 1.000 |" in capsys.readouterr().out
