@@ -88,10 +88,10 @@ def measure(work: Work, batch_size: int, repeats: int) -> dict[str, float]:
 
 
 def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         begin = time.process_time()
         try:
-            return function(*arguments)
+            return function(*arguments, **options)
         finally:
             spent[0] += time.process_time() - begin
 

@@ -166,10 +166,10 @@ def _scores(queries: QuerySide, products: Tensor, norms: Tensor, similarity: Sim
         cosines = both[num_queries : 2 * num_queries]
         if start == 0 or compared is None:
             compute_similarity("cosine", products[rows], query_norms, norms, out=cosines)
-        else:  # the others are not asked for, and similar to nothing
+        else:  # the others are not asked for, and no list takes them
             some = compared[num_queries:] - num_queries
             values = products[num_queries : len(compared)]
-            cosines.zero_()[some] = compute_similarity("cosine", values, query_norms[some], norms)
+            cosines.fill_(-torch.inf)[some] = compute_similarity("cosine", values, query_norms[some], norms)
     return scores
 
 

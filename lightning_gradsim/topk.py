@@ -14,6 +14,8 @@ MERGE_COLUMNS = 4096
 class TopK:
     """Keeps the ``k`` largest scores of every row, ties by the smaller id, independent of order and batch size.
 
+    Minus infinity stands for no score: which ids it is kept with, where a row has fewer others, means nothing.
+
     Args:
         k: How many to keep.
 
@@ -56,7 +58,8 @@ class TopK:
         self._waiting, self._num_waiting = [], 0
         if self._scores is not None and self._scores.shape[1] == self._k:
             # The longer the stream, the fewer samples enter any list; one that is not a number stays to be seen.
-            enters = (scores < self._scores[:, -1:]).all(0).logical_not_()
+            stays_out = (scores < self._scores[:, -1:]).logical_or_(scores == -torch.inf)
+            enters = stays_out.all(0).logical_not_()
             scores, ids = scores[:, enters], ids[enters]
         scores, columns = _largest_columns(scores, ids, self._k)
         candidates = ids[columns]
@@ -170,7 +173,7 @@ def merge_largest(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tenso
 
 def _largest_columns(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, columns = scores.topk(min(k + 1, scores.shape[1]), dim=1)
-    if 0 < k < values.shape[1] and bool((values[:, k - 1] == values[:, k]).any()):
+    if 0 < k < values.shape[1] and bool(((values[:, k - 1] == values[:, k]) & (values[:, k] > -torch.inf)).any()):
         # Equal scores on the edge: topk picks any of them, we want the smaller ids.
         columns = _order(scores, ids.expand_as(scores))
         values = scores.gather(1, columns)

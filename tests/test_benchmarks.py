@@ -93,3 +93,12 @@ def test_the_benchmark_of_views_measures_a_row(load, capsys):
     (seconds,) = load("views").main(["--sides", "8", "--repeats", "1"]).values()
     assert seconds > 0
     assert "8 x 8:" in capsys.readouterr().out
+
+
+def test_the_cost_of_influence_is_measured_with_its_moments(load, tmp_path, capsys):
+    path = tmp_path / "cost.json"
+    load("influence_cost").main(f"--models mlp --samples 256 --queries 4 --repeats 1 --json {path}".split())
+    [row] = json.loads(path.read_text())
+    assert row["moments_s"] > 0
+    assert row["all"] > row["pass"] > 0
+    assert "without moments" in capsys.readouterr().out

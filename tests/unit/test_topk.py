@@ -138,3 +138,20 @@ def test_sums_over_passes(batch_size):
 
 def test_sums_of_nothing():
     assert [part.shape for part in ScoreSums(torch.arange(3), 2).compute()] == [(0, 0), (0, 0)]
+
+
+def test_what_is_no_score_costs_no_sorting(monkeypatch):
+    """A row without scores is tied in all columns; it must not bring every sample of the others back to be sorted."""
+    sorts = []
+    order = topk._order
+    monkeypatch.setattr(topk, "_order", lambda scores, ids: (sorts.append(scores.shape[1]), order(scores, ids))[1])
+    monkeypatch.setattr(topk, "MERGE_COLUMNS", 50)
+    scores = torch.randn(2, 1000)
+    scores[1] = -torch.inf
+    top = TopK(8)
+    for start in range(0, 1000, 50):
+        top.update(scores[:, start : start + 50], torch.arange(start, start + 50))
+    values, ids = top.compute()
+    torch.testing.assert_close((values[0], ids[0]), tuple(scores[0].topk(8)))
+    assert (values[1] == -torch.inf).all()
+    assert max(sorts) <= 16
